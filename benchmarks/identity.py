@@ -31,7 +31,8 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
-from mars_ray.core.frontier import is_looping, mode_label
+from mars_ray.core.frontier import mode_label
+from mars_ray.core.statistics import is_looping
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request

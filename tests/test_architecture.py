@@ -86,6 +86,7 @@ ONLY_IN = {
 SHORT = {
     "__main__.py": "entry point",
     "decode/info.py": "for processes without torch",
+    "decode/model_runner.py": "one step of the engine",
 }
 
 

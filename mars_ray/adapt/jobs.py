@@ -21,7 +21,7 @@ from mars_ray.config.generate import GenerateJob
 from mars_ray.config.inputs import DataConfig, FilesSource, PretrainedModel
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.train import ClusterConfig, StageConfig, TrainJob
-from mars_ray.core.frontier import before_loop
+from mars_ray.core.statistics import before_loop
 from mars_ray.errors import DataError
 from mars_ray.files import write_whole
 

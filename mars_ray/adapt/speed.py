@@ -11,7 +11,7 @@ from mars_ray.adapt.report import Speed
 from mars_ray.config.adapt import MeasureConfig
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
-from mars_ray.core.frontier import ratio_fault
+from mars_ray.core.statistics import ratio_fault
 from mars_ray.decode.engine import generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request

@@ -58,7 +58,7 @@ class AsyncEngine(EngineThread):
         self._stopping = False
 
     def can_decode(self, mode: Mode) -> bool:
-        """See EngineClient: `verified` has drafts without masks too (`decode/sequence.py`)."""
+        """See EngineClient: `verified` has drafts without masks too (`decode/ngram.py`)."""
         return self._has_masks or not mode.needs_masks
 
     @property

@@ -32,7 +32,8 @@ from mars_ray.core.tree import (
     path_to,
     reaches_of,
 )
-from mars_ray.decode.sequence import Match, NgramStats, Sequence
+from mars_ray.decode.ngram import Match, NgramStats
+from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import Plan
 
 # Weight that a step's speed-up keeps after each further step.

@@ -20,6 +20,7 @@ from mars_ray.decode.attention.backend import backend_of, runner_of
 from mars_ray.decode.drafts import DraftControl
 from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.kv_cache import Moves, PagedCache, PagePool, page_count, sized
+from mars_ray.decode.model_runner import forward, no_overlap
 from mars_ray.decode.request import (
     Completion,
     Request,
@@ -29,7 +30,7 @@ from mars_ray.decode.request import (
     check_sees_all,
     window_of,
 )
-from mars_ray.decode.sampler import Sampler, forward, no_overlap
+from mars_ray.decode.sampler import Sampler
 from mars_ray.decode.scheduler import Scheduler, Work, decoding_rows
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.stats import (

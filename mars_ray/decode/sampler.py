@@ -1,11 +1,7 @@
-"""One forward over the rows of many sequences, laid end to end; and from its rows to tokens and
-numbers on the host.
+"""From the rows of a forward to tokens and numbers on the host.
 
-Only attention needs to know where a sequence ends. So a prompt's chunk and single decoding rows
-share all matrix products, without padding.
-
-The sampler reads the rows of real tokens first, which determine where each sequence's step ends.
-Then it reads only the masks behind that end: the others are useless, and the vocabulary is large.
+It reads the rows of real tokens first, which determine where each sequence's step ends. Then it
+reads only the masks behind that end: the others are useless, and the vocabulary is large.
 
 Without a sequential head each mask proposes by itself. With a head (`core.draft_head`) the token
 before each mask is known: that of the outcome's row, or the proposal just made. So the head works
@@ -461,30 +457,3 @@ class _Drafts:
         request, answer = masks.sequence.request, [*masks.answer, *before]
         adjust(row_1V, request.sampling, request.prompt, [answer], [len(answer)], request.stop_ids)
         return row_1V[0, candidate_C]
-
-
-def no_overlap() -> None:
-    """Do nothing while a device works."""
-
-
-@torch.inference_mode()
-def forward(backend: Backend, work: Sequence[Work], mask_token_id: int | None) -> Sampler:
-    """Forward [pending | drafts | masks] of every sequence; the sampler reads the rows.
-
-    Raises EngineError if the model's results are not finite, or the sampler does (`Backend`).
-    """
-    tables = Tables.of(work, backend.cache.page_size)
-    position_N = tables.positions()
-    # An adapter identifies masks by their depths.
-    groups = [group for item in work if item.plan for group in item.plan.groups]
-    depths = [depth for group in groups for depth in range(group.masks)]
-    masks = depths if backend.adapter else [mask_token_id or 0] * tables.masks
-    ids = [token for item in work for token in _tokens(item)]
-    backend.forward(tables, np.array(ids + masks), position_N)
-    return Sampler(backend, work, tables, position_N, mask_token_id)
-
-
-def _tokens(item: Work) -> list[int]:
-    sequence, plan = item.sequence, item.plan
-    real = sequence.tokens[sequence.cached : sequence.cached + item.count]
-    return [*real, *plan.drafts] if plan else real

@@ -46,7 +46,8 @@ from mars_ray.core.tree import (
     path_to,
     renumbered,
 )
-from mars_ray.decode.sequence import Match, Sequence
+from mars_ray.decode.ngram import Match
+from mars_ray.decode.sequence import Sequence
 
 # Numbers that a plan may ask for in addition to the token of each real token's row. "ratio" is a
 # number per draft: exp(its score in its parent's row - largest score there), which is

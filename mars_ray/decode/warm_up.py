@@ -10,8 +10,8 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import MOST_NGRAM_DRAFTS, ExactMode
 from mars_ray.core.step_cost import CONTEXT, StepCost, row_counts
 from mars_ray.decode.attention.backend import Backend
+from mars_ray.decode.model_runner import forward, no_overlap
 from mars_ray.decode.request import Request
-from mars_ray.decode.sampler import forward, no_overlap
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.stats import prompt_pairs

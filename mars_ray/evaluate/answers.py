@@ -27,7 +27,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.evaluate import EvaluateJob, FilesTask, Grade
 from mars_ray.config.modes import Mode
-from mars_ray.core.frontier import FRONTIER_FILE, Frontier, FrontierPoint, is_looping, mode_label
+from mars_ray.core.frontier import FRONTIER_FILE, Frontier, FrontierPoint, mode_label
+from mars_ray.core.statistics import is_looping
 from mars_ray.data.chat import Plan, encoder_of
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import engine_model

@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from mars_ray.config.decode import Sampling
 from mars_ray.config.evaluate import BenchJob, EvaluateJob, PromptsTask
 from mars_ray.config.modes import ExactMode, Mode
-from mars_ray.core.frontier import mode_label, ratio_fault
+from mars_ray.core.frontier import mode_label
+from mars_ray.core.statistics import ratio_fault
 from mars_ray.data.chat import Message
 from mars_ray.data.corpus import problems
 from mars_ray.decode.engine import Engine

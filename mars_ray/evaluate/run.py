@@ -25,10 +25,9 @@ from mars_ray.core.frontier import (
     FrontierPoint,
     PointPart,
     mode_label,
-    paired_difference,
     read_frontier,
-    wilson_interval,
 )
+from mars_ray.core.statistics import paired_difference, wilson_interval
 from mars_ray.data.chat import encode_prompt
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine, with_room

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_ray.config.generate import GenerateJob
-from mars_ray.core.frontier import is_looping
+from mars_ray.core.statistics import is_looping
 from mars_ray.data.chat import ChatEncoder, Message
 from mars_ray.errors import DataError
 from mars_ray.files import append, changed_keys, read_journal, replaced

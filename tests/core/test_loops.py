@@ -1,6 +1,6 @@
 """Loops at the end of answers."""
 
-from mars_ray.core.frontier import before_loop, is_looping
+from mars_ray.core.statistics import before_loop, is_looping
 
 
 def test_a_loop_is_cut_behind_its_second_time():

@@ -2,12 +2,7 @@
 
 import pytest
 
-from mars_ray.core.frontier import (
-    mcnemar_exact,
-    paired_difference,
-    ratio_fault,
-    wilson_interval,
-)
+from mars_ray.core.statistics import mcnemar_exact, paired_difference, ratio_fault, wilson_interval
 
 
 def test_wilson_by_hand():

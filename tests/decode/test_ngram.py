@@ -17,7 +17,7 @@ from mars_ray.core.thresholds import Elastic
 from mars_ray.core.tree import path_to
 from mars_ray.decode.drafts import DraftControl
 from mars_ray.decode.engine import Engine, generate_all
-from mars_ray.decode.sequence import Match, NgramIndex, NgramStats
+from mars_ray.decode.ngram import Match, NgramIndex, NgramStats
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.errors import RequestError
 from mars_ray.model.directory import PLAIN

@@ -1,0 +1,94 @@
+"""Judging answers, without torch: shares of correct ones, ratios of speeds, and endless loops.
+
+Small models' greedy answers may repeat themselves for ever. Loops are easy to draft, so tokens per
+forward are reported with and without them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb, sqrt
+from statistics import median
+
+Z_95 = 1.959963984540054
+
+
+def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float, float]:
+    """Confidence interval of a share (Wilson, 1927); it stays in [0, 1]."""
+    assert 0 <= successes <= trials
+    assert trials > 0
+    share, square = successes / trials, z * z / trials
+    centre = share + square / 2
+    half = z * sqrt(share * (1 - share) / trials + square / (4 * trials))
+    low, high = (centre - half) / (1 + square), (centre + half) / (1 + square)
+    # At shares of 0 and 1, rounding could put the share itself outside the interval.
+    return max(0.0, min(low, share)), min(1.0, max(high, share))
+
+
+@dataclass(frozen=True, slots=True)
+class PairedDifference:
+    """How two systems differ on the same problems: second minus first."""
+
+    difference: float
+    low: float
+    high: float
+    p_value: float  # McNemar's exact test
+
+
+def paired_difference(first: list[bool], second: list[bool], z: float = Z_95) -> PairedDifference:
+    """Difference of two shares over the same trials, with an interval for paired proportions
+    (Agresti and Min, 2005: half a trial added to each cell) and McNemar's exact p value."""
+    assert len(first) == len(second) > 0
+    gained = sum(b and not a for a, b in zip(first, second, strict=True))
+    lost = sum(a and not b for a, b in zip(first, second, strict=True))
+    trials = len(first)
+    n, b, c = trials + 2, gained + 0.5, lost + 0.5
+    centre, half = (b - c) / n, z * sqrt(b + c - (b - c) ** 2 / n) / n
+    return PairedDifference(
+        (gained - lost) / trials, centre - half, centre + half, mcnemar_exact(gained, lost)
+    )
+
+
+def mcnemar_exact(gained: int, lost: int) -> float:
+    """Two-sided p value for the hypothesis that `gained` and `lost` are equally likely."""
+    changes = gained + lost
+    tail = sum(comb(changes, k) for k in range(min(gained, lost) + 1)) / 2**changes
+    return min(1.0, 2 * tail)
+
+
+def ratio_fault(ratios: Sequence[float], most: float) -> str | None:
+    """Why these rounds tell no ratio of speeds, if forwards allow at most this one."""
+    ratio = median(ratios)
+    if len(ratios) == 1:
+        return "one round tells no ratio"
+    if round(ratio, 2) > round(most, 2):
+        return f"{ratio:.2f} times exact is more than its forwards allow, {most:.2f}"
+    return None
+
+
+# An answer loops if this many of its last tokens repeat with at most this period.
+_TAIL_TOKENS, _LONGEST_PERIOD = 32, 16
+
+
+def is_looping(tokens: Sequence[int]) -> bool:
+    """Whether the last tokens are a loop; an answer that ended by itself is not one."""
+    return _period(tokens) is not None
+
+
+def before_loop(tokens: Sequence[int]) -> list[int]:
+    """The tokens up to the end of the loop's second round; all tokens if there is no loop."""
+    period = _period(tokens)
+    if period is None:
+        return list(tokens)
+    start = len(tokens) - _TAIL_TOKENS
+    while start > 0 and tokens[start - 1] == tokens[start - 1 + period]:
+        start -= 1
+    return list(tokens[: start + 2 * period])
+
+
+def _period(tokens: Sequence[int]) -> int | None:
+    """Shortest period with which the last tokens repeat; None if they do not."""
+    tail = list(tokens[-_TAIL_TOKENS:])
+    if len(tail) < _TAIL_TOKENS:
+        return None
+    periods = range(1, _LONGEST_PERIOD + 1)
+    return next((period for period in periods if tail[period:] == tail[:-period]), None)
