@@ -39,7 +39,7 @@ $(VENV)/.dev: $(VENV)/.run
 setup-run: $(VENV)/.run        ## what the product needs
 setup: $(VENV)/.dev            ## and what its developers need
 
-demo: setup-run                ## adapt a model, measure, serve, ask: about ten minutes on two cores
+demo: setup-run                ## adapt a model, measure, serve, ask: ten to twenty minutes on two cores
 	$(BIN)/mars-ray demo jobs/demo.toml $(ARGS)
 
 check: setup                   ## format, lint, types

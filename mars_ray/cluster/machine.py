@@ -135,15 +135,17 @@ def open_direct(request: urllib.request.Request, timeout_s: float) -> Any:
 
 @contextmanager
 def sigterm_ends_at_once() -> Iterator[None]:
-    """Ray turns SIGTERM into an exit with the signal's number. What has left this context is
-    closed, and the rest is left to the system: Ray's libraries may crash as the interpreter ends,
-    which the shell would tell of."""
+    """Ray turns SIGTERM into an exit with the signal's number, or, while it waits itself, into
+    one with 1 and a message that has the number. What has left this context is closed, and the
+    rest is left to the system: Ray's libraries may crash as the interpreter ends, which the shell
+    would tell of."""
     for name, value in _HANDLERS.items():
         os.environ.setdefault(name, value)
     try:
         yield
     except SystemExit as ended:
-        if ended.code != signal.SIGTERM:
+        said = getattr(ended, "ray_terminate_msg", "")
+        if ended.code != signal.SIGTERM and f"Exit code: {signal.SIGTERM:d}." not in said:
             raise
         sys.stdout.flush()
         sys.stderr.flush()
