@@ -18,7 +18,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from mars_ray import importing
-from mars_ray.decode import sampler
+from mars_ray.decode import model_runner
 from mars_ray.errors import ModelError
 from mars_ray.importing import import_model
 from mars_ray.model.directory import PLAIN, ModelCard, read_card, write_card
@@ -223,8 +223,8 @@ def test_a_model_that_computes_something_else_is_refused(who, tmp_path, monkeypa
 
         monkeypatch.setattr(importing, "write_model", faulty)
     else:
-        whole = sampler._tokens
-        monkeypatch.setattr(sampler, "_tokens", lambda item: whole(item)[::-1])
+        whole = model_runner._tokens
+        monkeypatch.setattr(model_runner, "_tokens", lambda item: whole(item)[::-1])
     with pytest.raises(ModelError, match=f"computes something else by {who}"):
         import_model(str(source))
 
