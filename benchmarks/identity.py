@@ -10,9 +10,9 @@ prompts alternate, so that the first 100 include all kinds.
 Answers are compared token by token. float32: for each pair that differs, the first difference is
 listed with the margin between the two likeliest tokens, as transformers computes it. bfloat16, on
 hardware that multiplies it: our modes in batches of 16, 7 and 1 against our own `exact` in batches
-of 16. With --bfloat16 only this half is made and put into the result that is there, since other
-hardware may have made that. Each decoder's answers are written to OUTPUT.answers/, so a run that
-was stopped can continue.
+of 16; elsewhere the half that is there stays. With --bfloat16 only this half is made and put into
+the result that is there, since other hardware may have made that. Each decoder's answers are
+written to OUTPUT.answers/, so a run that was stopped can continue.
 """
 
 import hashlib
@@ -36,8 +36,7 @@ from mars_ray.core.statistics import is_looping
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request
-from mars_ray.evaluate.run import prompts_of
-from mars_ray.evaluate.tasks import kinds_in_turn, problems_of
+from mars_ray.evaluate.tasks import kinds_in_turn, problems_of, prompts_of
 from mars_ray.model.directory import weight_files
 from mars_ray.model.load import load_tokenizer, multiplies_bfloat16, stop_ids
 from mars_ray.progress import Bars
@@ -199,14 +198,12 @@ def main() -> None:
     output = Path(sys.argv[2])
     run = Comparison(job, output.with_suffix(".answers"), Console(stderr=True))
     lossless = [m for m in job.modes if isinstance(m, VerifiedMode) and m.threshold == 1]
-    if "--bfloat16" in sys.argv:
-        result = json.loads(output.read_text())
-        for name in ("task", "max_new_tokens"):
-            assert result["job"][name] == job.model_dump(mode="json")[name], name
-    else:
-        result = first_half(run, lossless)
-    is_fast = torch.cuda.is_available() or multiplies_bfloat16()
-    result["bfloat16"] = bfloat16(run, lossless) if is_fast else None
+    there = json.loads(output.read_text()) if output.exists() else {}
+    for name in ("task", "max_new_tokens") if there else ():
+        assert there["job"][name] == job.model_dump(mode="json")[name], name
+    result = there if "--bfloat16" in sys.argv else there | first_half(run, lossless)
+    if torch.cuda.is_available() or multiplies_bfloat16():
+        result["bfloat16"] = bfloat16(run, lossless)
     output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({k: result[k] for k in ("prompts", "tokens_per_forward", "base_sha256")}))
 

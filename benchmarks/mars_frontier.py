@@ -25,8 +25,8 @@ from mars_ray.core.frontier import Frontier, mode_label, read_frontier
 from mars_ray.data.chat import Plan, encoder_of
 from mars_ray.decode.loading import engine_model
 from mars_ray.errors import CheckpointError
-from mars_ray.evaluate.run import ANSWERS_FILE, is_whole, print_table, prompts_of, run_evaluation
-from mars_ray.evaluate.tasks import problems_of
+from mars_ray.evaluate.run import ANSWERS_FILE, is_whole, print_table, run_evaluation
+from mars_ray.evaluate.tasks import problems_of, prompts_of
 from mars_ray.model.forward import hidden_states, output_head
 from mars_ray.model.load import load_tokenizer
 from mars_ray.progress import Bars

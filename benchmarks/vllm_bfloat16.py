@@ -25,8 +25,7 @@ from vllm_plugin import beside, tokens_per_forward
 
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job
-from mars_ray.evaluate.run import prompts_of
-from mars_ray.evaluate.tasks import kinds_in_turn, problems_of
+from mars_ray.evaluate.tasks import kinds_in_turn, problems_of, prompts_of
 from mars_ray.model.load import load_tokenizer, stop_ids_of
 from mars_ray.provenance import provenance
 

@@ -30,8 +30,7 @@ from mars_ray.core.statistics import is_looping
 from mars_ray.decode.engine import generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
-from mars_ray.evaluate.run import prompts_of
-from mars_ray.evaluate.tasks import kinds_in_turn, problems_of
+from mars_ray.evaluate.tasks import kinds_in_turn, problems_of, prompts_of
 from mars_ray.model.load import load_tokenizer, stop_ids
 from mars_ray.provenance import provenance
 

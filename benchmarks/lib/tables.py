@@ -146,7 +146,7 @@ def identity(result: dict[str, Any]) -> list[str]:
         "",
         f"Against {single['against']}, greedy, at most {limit} new tokens{worst}; "
         f"{machine(result['provenance'])}.",
-        *(in_bfloat16(result["bfloat16"]) if result["bfloat16"] else []),
+        *(in_bfloat16(result["bfloat16"]) if result.get("bfloat16") else []),
     ]
 
 

@@ -15,8 +15,7 @@ from mars_ray.core.statistics import ratio_fault
 from mars_ray.decode.engine import generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request
-from mars_ray.evaluate.run import prompts_of
-from mars_ray.evaluate.tasks import Problem
+from mars_ray.evaluate.tasks import Problem, prompts_of
 from mars_ray.model.load import stop_ids
 from mars_ray.progress import Bars
 

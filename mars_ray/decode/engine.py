@@ -379,6 +379,7 @@ class Engine:
             self.control.observe(sequence, plan, outcome, len(tokens))
         self.totals.add_drafts(sequence, plan, outcome)
         kept = sequence.kept(tokens)
+        sequence.ngram_tokens += plan.looked_up(outcome, len(kept))
         self.measures.observe(sequence, plan, rows, outcome, proposals, kept)
         quality = sequence.request.quality
         if quality and plan.is_judged:

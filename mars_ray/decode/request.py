@@ -131,6 +131,7 @@ class TokenEvent:
     # Tokens so far that the next step showed to differ from AR decoding's choice. Tokens of a last
     # step of `confidence` are never checked.
     disagreed: int = 0
+    ngram_tokens: int = 0  # so far: accepted drafts that the n-gram lookup proposed
     queue_s: float = 0.0  # from submission to the request's first forward
     cached_tokens: int = 0  # of the prompt: those that the prefix cache had
     threshold: float | None = None  # the lowest in force so far, in modes that have one

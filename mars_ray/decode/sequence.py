@@ -52,6 +52,7 @@ class Sequence:
     # Of the prompt's tokens from the second on, as far as their rows were forwarded.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     disagreed: int = 0  # tokens seen not to be the model's own choice
+    ngram_tokens: int = 0  # accepted drafts that the n-gram lookup proposed
     submitted_s: float = 0.0
     queue_s: float = 0.0  # from submission to its first rows
     arrival: int = 0
@@ -190,6 +191,7 @@ class Sequence:
             self.forwards,
             completion,
             disagreed=self.disagreed,
+            ngram_tokens=self.ngram_tokens,
             queue_s=self.queue_s,
             cached_tokens=self.found or 0,
             threshold=self.lowest_threshold,

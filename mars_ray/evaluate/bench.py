@@ -36,8 +36,7 @@ from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import drafting_card, load_engine, with_room
 from mars_ray.decode.request import Completion, Request, window_of
 from mars_ray.errors import ConfigError
-from mars_ray.evaluate.run import prompts_of
-from mars_ray.evaluate.tasks import Problem, kinds_in_turn, problems_of
+from mars_ray.evaluate.tasks import Problem, kinds_in_turn, problems_of, prompts_of
 from mars_ray.files import ResultCache
 from mars_ray.model.load import load_tokenizer, stop_ids
 from mars_ray.progress import Bars

@@ -28,11 +28,10 @@ from mars_ray.core.frontier import (
     read_frontier,
 )
 from mars_ray.core.statistics import paired_difference, wilson_interval
-from mars_ray.data.chat import encode_prompt
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine, with_room
 from mars_ray.decode.request import Request
-from mars_ray.errors import CheckpointError, DataError
+from mars_ray.errors import CheckpointError
 from mars_ray.evaluate.answers import (
     JOURNAL,
     REPORT_FILE,
@@ -51,7 +50,7 @@ from mars_ray.evaluate.answers import (
     write_report,
 )
 from mars_ray.evaluate.plots import plot_frontier
-from mars_ray.evaluate.tasks import Problem, is_correct, problems_of
+from mars_ray.evaluate.tasks import Problem, is_correct, problems_of, prompts_of
 from mars_ray.files import ResultCache, check_writable, replaced, sole_writer, write_whole
 from mars_ray.model.directory import read_card
 from mars_ray.model.load import load_tokenizer, stop_ids
@@ -84,19 +83,6 @@ class _Work:
     grade: _Grade
     kept: ResultCache  # what has been measured, by the mode's JSON
     directory: Path
-
-
-def prompts_of(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[int, ...]]:
-    """Token ids of each problem's prompt. Raises DataError if the template refuses one."""
-    prompts = []
-    for problem in problems:
-        try:
-            prompts.append(tuple(encode_prompt(problem.messages, tokenizer)))
-        except DataError as error:
-            raise DataError(f"{problem.origin or problem.question}: {error}") from error
-    return prompts
 
 
 def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:

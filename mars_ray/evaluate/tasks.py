@@ -4,12 +4,14 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.evaluate import (
     CorpusTask,
@@ -23,7 +25,7 @@ from mars_ray.config.evaluate import (
     Task,
 )
 from mars_ray.config.inputs import FilesSource
-from mars_ray.data.chat import Message
+from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
 from mars_ray.data.sources import BadRows, read_prompts
 from mars_ray.errors import ConfigError, DataError
@@ -241,6 +243,19 @@ def files_problems(task: FilesTask) -> list[Problem]:
     if not problems:
         raise DataError(f"{', '.join(task.paths)}: there is no prompt in it")
     return problems
+
+
+def prompts_of(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[int, ...]]:
+    """Token ids of each problem's prompt. Raises DataError if the template refuses one."""
+    prompts = []
+    for problem in problems:
+        try:
+            prompts.append(tuple(encode_prompt(problem.messages, tokenizer)))
+        except DataError as error:
+            raise DataError(f"{problem.origin or problem.question}: {error}") from error
+    return prompts
 
 
 def kinds_in_turn(problems: list[Problem]) -> list[Problem]:

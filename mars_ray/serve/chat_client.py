@@ -126,7 +126,7 @@ def status(url: str, api_key: str | None) -> list[dict[str, Any]]:
 def status_table(models: list[dict[str, Any]]) -> Table:
     """One line a model, of what changes while a service runs."""
     table = Table("model", "mode", "threshold", "adapter", box=None)
-    counts = ("replicas", "running", "waiting", "tokens/s", "tokens/forward", "KV cache")
+    counts = ("replicas", "running", "waiting", "tokens/s", "tokens/forward", "n-grams", "KV cache")
     for name in counts:
         table.add_column(name, justify="right")
     for model in models:
@@ -137,7 +137,7 @@ def status_table(models: list[dict[str, Any]]) -> Table:
             *("-" if word is None else str(word) for word in (*words, *numbers)),
             f"{model['tokens_per_second']:.0f}",
             "-" if per_forward is None else f"{per_forward:.2f}",
-            "-" if usage is None else f"{usage:.0%}",
+            *("-" if share is None else f"{share:.0%}" for share in (model["ngram_share"], usage)),
         )
     return table
 

@@ -163,6 +163,7 @@ class Finish:
     mode: str | None = None  # if it differs from the request's mode
     served: tuple[Served, ...] = ()  # in order of time; their sums are the counts above
     cached_tokens: int = 0  # of the prompt: those that the prefix cache had
+    ngram_tokens: int = 0  # of the completion: drafts that the n-gram lookup proposed
     reasoning_tokens: int | None = None  # of the completion; None if nobody tells them apart
 
 

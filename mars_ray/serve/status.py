@@ -10,7 +10,7 @@ from mars_ray.serve.openai.response_models import Part
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """One replica now; tokens, forwards and disagreements are those of the last minute."""
+    """One replica now; tokens, forwards, disagreements and n-gram drafts are the last minute's."""
 
     mode: str  # mode of requests that name none
     threshold: float | None
@@ -22,6 +22,7 @@ class ReplicaStatus:
     tokens: int
     forwards: int
     disagreed: int
+    ngram_tokens: int
     engine: EngineInfo
     step_tokens: int  # most rows of a step
     warning: str | None = None  # of settings that contradict each other
@@ -52,6 +53,7 @@ class ModelStatus(Part):
     tokens_per_second: float
     tokens_per_forward: float | None
     disagreement: float | None
+    ngram_share: float | None  # of the tokens: drafts that the n-gram lookup proposed
     mode: str | None
     adapter: str | None
     threshold: float | None
@@ -75,6 +77,7 @@ def model_status(
     tokens = sum(replica.tokens for replica in replicas)
     forwards = sum(replica.forwards for replica in replicas)
     disagreed = sum(replica.disagreed for replica in replicas)
+    looked_up = sum(replica.ngram_tokens for replica in replicas)
     thresholds = [replica.threshold for replica in replicas if replica.threshold is not None]
     adapters = [replica.adapter for replica in replicas]
     usage = [replica.cache_share for replica in replicas]
@@ -87,6 +90,7 @@ def model_status(
         "tokens_per_second": sum(replica.tokens_per_second for replica in replicas),
         "tokens_per_forward": tokens / forwards if forwards else None,
         "disagreement": disagreed / tokens if tokens else None,
+        "ngram_share": looked_up / tokens if tokens else None,
         "mode": replicas[0].mode if replicas else None,
         # Both, while a new one spreads.
         "adapter": ", ".join(dict.fromkeys(filter(None, adapters))) or None,

@@ -31,8 +31,8 @@ from mars_ray.core.frontier import (
 from mars_ray.decode.kv_cache import model_context
 from mars_ray.decode.request import check_context
 from mars_ray.errors import ConfigError, MarsError, TrainingError
-from mars_ray.evaluate.run import is_whole, prompts_of, run_evaluation
-from mars_ray.evaluate.tasks import Problem
+from mars_ray.evaluate.run import is_whole, run_evaluation
+from mars_ray.evaluate.tasks import Problem, prompts_of
 from mars_ray.files import replaced, write_whole
 from mars_ray.model.load import load_tokenizer, read_config
 from mars_ray.progress import Bars

@@ -109,6 +109,21 @@ def test_with_an_adapter_it_is_at_least_as_fast(model):
     assert 0 < totals.mask_accepted <= totals.mask_drafts
 
 
+def test_an_answer_tells_which_of_its_tokens_were_looked_up(model):
+    """Never more than came without a forward; a plain model has no other drafts."""
+    engine, events = controlled(model), []
+    for each in repeating(VerifiedMode()):
+        engine.submit(each)
+    while engine.has_work:
+        events += engine.step()
+    last = [event for event in events if event.completion]
+    drafted = [len(e.completion.tokens) - e.completion.forwards for e in last if e.completion]
+    assert [event.ngram_tokens for event in last] == drafted
+    assert sum(drafted) > 0
+    # Some may have been accepted behind the token that ended the answer.
+    assert sum(drafted) <= engine.totals.ngram_accepted
+
+
 def test_an_engine_without_masks_takes_only_what_needs_none(model):
     """`verified` looks drafts up; `confidence` cannot, and a window is one of masks."""
     engine = controlled(model)

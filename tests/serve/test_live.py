@@ -27,6 +27,7 @@ REPLICA = ReplicaStatus(
     tokens=90,
     forwards=30,
     disagreed=9,
+    ngram_tokens=20,
     engine=INFO,
     step_tokens=256,
     warning="too many",
@@ -57,7 +58,7 @@ def test_rates_follow_the_traffic():
     """Two tokens a tenth of a second are 20 a second; five quiet seconds later, none."""
     live = Live()
     for step in range(100):
-        live.add(step / 10, 2, 1, 0)
+        live.add(step / 10, 2, 1, 0, 0)
     assert live.tokens_per_second(10.0) == pytest.approx(20, rel=0.1)
     assert live.tokens_per_second(12.5) == pytest.approx(10, rel=0.2)
     assert live.tokens_per_second(15.1) == 0
@@ -66,12 +67,13 @@ def test_rates_follow_the_traffic():
 def test_shares_are_of_the_last_minute():
     """Old steps are forgotten; a step without tokens, as at a deadline, is no forward."""
     live = Live()
-    live.add(0.0, 100, 1, 100)
-    live.add(50.0, 6, 1, 1)
-    live.add(50.1, 2, 1, 0)
-    live.add(50.2, 0, 0, 1)
+    live.add(0.0, 100, 1, 100, 90)
+    live.add(50.0, 6, 1, 1, 3)
+    live.add(50.1, 2, 1, 0, 1)
+    live.add(50.2, 0, 0, 1, 0)
     status = live.status(JOB, seen(), 61.0, in_default_mode=True)
     assert (status.tokens, status.forwards, status.disagreed) == (8, 2, 2)
+    assert status.ngram_tokens == 4
     assert (status.running, status.waiting, status.cache_share) == (2, 1, 0.25)
 
 
@@ -111,6 +113,7 @@ def test_replicas_add_up():
         tokens=10,
         forwards=10,
         disagreed=1,
+        ngram_tokens=5,
         engine=INFO,
         step_tokens=240,
     )
@@ -124,6 +127,7 @@ def test_replicas_add_up():
         "tokens_per_second": 10.5,
         "tokens_per_forward": 2.5,
         "disagreement": 0.1,
+        "ngram_share": 0.25,
         "mode": "verified",
         "threshold": 0.4,
         "adapter": "a@1, b@2",

@@ -317,7 +317,13 @@ def test_a_threshold_without_effect_is_refused_under_an_exact_default():
 
 
 FINISH = Finish(
-    "length", prompt_tokens=5, completion_tokens=6, forwards=4, disagreed=3, cached_tokens=2
+    "length",
+    prompt_tokens=5,
+    completion_tokens=6,
+    forwards=4,
+    disagreed=3,
+    cached_tokens=2,
+    ngram_tokens=1,
 )
 TOKENS = (
     TokenText("a", (97,), -0.5, (TokenText("a", (97,), -0.5), TokenText("b", (98,), -1.5))),
@@ -343,6 +349,7 @@ def test_replies_have_the_shapes_of_the_official_client():
             "mode": "verified",
             "threshold": 0.5,
             "disagreement": 0.5,
+            "ngram_tokens": 1,
             "adapter": None,
         },
     }

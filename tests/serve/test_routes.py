@@ -48,6 +48,7 @@ def test_exact_equals_greedy_transformers(client, checkpoint):
         "mode": "exact",
         "threshold": None,
         "disagreement": 0.0,
+        "ngram_tokens": 0,
         "adapter": None,
     }
 

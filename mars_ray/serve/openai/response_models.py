@@ -53,6 +53,7 @@ class MarsUsage(Part):
     mode: str
     threshold: float | None
     disagreement: float
+    ngram_tokens: int
     adapter: str | None
     by_adapter: NotRequired[list[AdapterUsage]]
 

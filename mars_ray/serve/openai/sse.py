@@ -214,6 +214,7 @@ def usage(request: GenerationRequest, finishes: Sequence[Finish]) -> Usage:
         "mode": finishes[-1].mode or request.mode.type,
         "threshold": _threshold(request, finishes),
         "disagreement": sum(finish.disagreed for finish in finishes) / completion,
+        "ngram_tokens": sum(finish.ngram_tokens for finish in finishes),
         "adapter": finishes[-1].served[-1].adapter if finishes[-1].served else None,
     }
     if len(by_adapter := _by_adapter(finishes)) > 1:

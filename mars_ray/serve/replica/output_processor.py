@@ -339,6 +339,7 @@ class OutputProcessor:
             None if own.mode == request.mode else own.mode.type,
             tuple(self._served),
             event.cached_tokens,
+            event.ngram_tokens,
             self._reasoning.tokens if self._reasoning else None,
         )
 

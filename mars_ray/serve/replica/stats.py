@@ -44,6 +44,7 @@ class AnswerStats:
     cached_tokens: int = 0  # of the prompt's
     forwards: int = 0
     disagreed: int = 0
+    ngram_tokens: int = 0
     degraded: bool = False  # a threshold below the set-point at rest was in force
     queue_s: float | None = None  # time until its first rows were forwarded
     first_token_s: float | None = None
@@ -82,6 +83,7 @@ class _Bucket:
     tokens: int = 0
     forwards: int = 0
     disagreed: int = 0
+    ngram_tokens: int = 0
 
 
 class Live:
@@ -90,8 +92,11 @@ class Live:
     def __init__(self) -> None:
         self._buckets: deque[_Bucket] = deque()
 
-    def add(self, now: float, tokens: int, forwards: int, disagreed: int) -> None:
-        """Adds steps of one sequence: tokens committed, and earlier ones found to disagree."""
+    def add(
+        self, now: float, tokens: int, forwards: int, disagreed: int, ngram_tokens: int
+    ) -> None:
+        """Adds steps of one sequence: tokens committed, earlier ones found to disagree, and those
+        of the former that the n-gram lookup had drafted."""
         if not self._buckets or now - self._buckets[-1].begin_s >= _BUCKET_S:
             self._forget(now)
             self._buckets.append(_Bucket(now))
@@ -99,6 +104,7 @@ class Live:
         bucket.tokens += tokens
         bucket.forwards += forwards
         bucket.disagreed += disagreed
+        bucket.ngram_tokens += ngram_tokens
 
     def tokens_per_second(self, now: float) -> float:
         """The rate over the last seconds, or since the first token if that is later."""
@@ -125,6 +131,7 @@ class Live:
             tokens=sum(bucket.tokens for bucket in self._buckets),
             forwards=sum(bucket.forwards for bucket in self._buckets),
             disagreed=sum(bucket.disagreed for bucket in self._buckets),
+            ngram_tokens=sum(bucket.ngram_tokens for bucket in self._buckets),
             engine=seen.info,
             step_tokens=seen.step_tokens,
         )
@@ -202,8 +209,9 @@ class ReplicaCounters:
         now = time.monotonic()
         gap_s, seen.last_s = now - seen.last_s, now
         forwards, disagreed = event.forward - seen.forwards, event.disagreed - seen.disagreed
-        self.live.add(now, tokens, forwards, disagreed)
+        self.live.add(now, tokens, forwards, disagreed, event.ngram_tokens - seen.ngram_tokens)
         seen.forwards, seen.disagreed = event.forward, event.disagreed
+        seen.ngram_tokens = event.ngram_tokens
         if seen.prompt_tokens:
             seen.cached_tokens = event.cached_tokens
         if seen.first_token_s is None:

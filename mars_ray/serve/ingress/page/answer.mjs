@@ -97,6 +97,7 @@ export class Answer {
     const parts = [[mars.tokens_per_forward.toFixed(2), `tokens per forward${soFar}`],
                    [speed(this.tally.rate), "tokens/s"], [String(tokens), "in all"]];
     return [parts, this.#finish === "length" && "cut at the limit", modeName(mars) + adapter,
-            `${(100 * mars.disagreement).toFixed(1)}% not the model's own choice`];
+            `${(100 * mars.disagreement).toFixed(1)}% not the model's own choice`,
+            mars.ngram_tokens > 0 && `${mars.ngram_tokens} drafted by n-grams`];
   }
 }

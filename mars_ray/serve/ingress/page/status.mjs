@@ -63,11 +63,13 @@ function put(id, text) {
 
 const say = (text) => put("service", text);
 const digits = (number, count) => (number === null ? "–" : number.toFixed(count));
+const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(0)}%`);
 
 function show(entry) {
   for (const name of ["replicas", "running", "waiting"]) put(name, String(entry[name]));
   put("rate", digits(entry.tokens_per_second, 0));
   put("per-forward", digits(entry.tokens_per_forward, 2));
+  put("ngram-share", percent(entry.ngram_share));
   put("in-force", digits(entry.threshold, 2));
   put("adapter", entry.adapter ?? "");
   byId("adapted").hidden = entry.adapter === null;
