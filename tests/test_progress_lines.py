@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,13 +56,28 @@ def test_silence_is_broken_and_nothing_else(log):
 
 
 def test_what_is_said_puts_the_next_line_off(log, monkeypatch):
-    """Guards a log of training whose lines are doubled."""
-    monkeypatch.setattr(progress, "EVERY_S", 2.0)
-    with Lines(log, lambda: "too soon") as lines:
-        for number in range(24):
+    """Guards a log of training whose lines are doubled. The test moves the clock."""
+    clock, looks = [0.0], [0]
+
+    def now() -> float:
+        looks[0] += 1
+        return clock[0]
+
+    def look_again() -> None:
+        """Until the lines' own thread has looked at the clock again."""
+        seen = looks[0]
+        wait_for(lambda: looks[0] > seen + 2)
+
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=now))
+    with Lines(log, lambda: "silence") as lines:
+        for number in range(5):
+            clock[0] += 0.04
             lines.say(str(number))
-            time.sleep(0.1)
-    assert said(log) == [str(number) for number in range(24)]
+            look_again()
+        assert said(log) == [str(number) for number in range(5)]
+        clock[0] += 0.06
+        wait_for(lambda: len(said(log)) > 5)
+    assert said(log)[5:] == ["silence, 0 s"]
 
 
 def test_a_terminal_has_its_bar_only(monkeypatch):
@@ -76,37 +92,42 @@ def test_a_terminal_has_its_bar_only(monkeypatch):
 
 def test_simulating_says_which_part_it_is_at(log, monkeypatch):
     """Each may take minutes."""
+    expected = "flash, 6 ms, cold start 100 s, fixed, seed 0: 0 of 1, "
     small = ["policies=['fixed']", "seeds=[0]"]
     small += ["traces={flash={type='flash', duration_s=60, from_s=20, to_s=40}}"]
     job = load_job("jobs/simulate-demo.toml", small, KINDS)
     assert isinstance(job, SimulateJob)
 
     def waited(*given: Any) -> dict[str, Any]:
-        wait_for(lambda: said(log))
+        wait_for(lambda: any(line.startswith(expected) for line in said(log)))
         return one_run(*given)
 
     one_run = report._run
     monkeypatch.setattr(report, "_run", waited)
     report.run_simulations(job, log, workers=1)
-    expected = "flash, 6 ms, cold start 100 s, fixed, seed 0: 0 of 1, "
-    assert said(log)[0].startswith(expected)
 
 
 def test_a_stage_that_waits_for_its_first_step_says_so(tmp_path, monkeypatch, capsys):
     """Loading a large model takes minutes, and so does a step of it."""
     monkeypatch.setattr(progress, "EVERY_S", 0.05)
     log = tmp_path / "metrics.jsonl"
-    heard = ""
+    heard = [""]
+
+    def hear(line: str) -> None:
+        def is_there() -> bool:
+            heard[0] += capsys.readouterr().err
+            return line in heard[0]
+
+        wait_for(is_there)
+
     with StageProgress("mars", MetricsReader(log)) as stage:
-        time.sleep(0.2)
+        hear("mars: starting workers, 0 s\n")
         log.write_text(json.dumps({"kind": "start", "step": 0, "total_steps": 9, "workers": 1}))
         with log.open("a") as file:
             file.write("\n")
         stage.update()
-        time.sleep(0.2)
-        heard = capsys.readouterr().err
-    assert heard.startswith("mars: starting workers, 0 s\n")
-    assert "mars: 0 of 9, " in heard
+        hear("mars: 0 of 9, ")
+    assert heard[0].startswith("mars: starting workers, 0 s\n")
 
 
 def test_who_watches_a_sweep_leaves_its_record_alone(tmp_path: Path):

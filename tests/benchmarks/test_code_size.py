@@ -54,12 +54,12 @@ def test_the_simulator_is_no_part_of_the_package():
     assert part_of("docs/log.md") is None
 
 
-def test_generated_pages_do_not_count(tmp_path):
+def test_what_scripts_write_does_not_count(tmp_path):
     (tmp_path / "README.md").write_text("one\ntwo\n")
     for name, text in {
         "log.md": "a b",
         "inside/faults.md": "c",
-        "inside/other.md": "d e f",
+        "inside/other.md": "d e <!-- results:a -->\n| 1 |\n<!-- /results:a --> f",
     }.items():
         page = tmp_path / "docs" / name
         page.parent.mkdir(parents=True, exist_ok=True)
