@@ -202,8 +202,17 @@ def adapter_training(result: dict[str, Any]) -> list[str]:
         *(f"| {masks:,} | {seconds:.0f} | {tf:.2f} |" for masks, seconds, tf in run["curve"]),
     ]
     answers = result["answers"]
+    tried = sorted(result["screening"].items(), key=lambda pair: -pair[1]["tokens_per_forward"])
     return [
         *lines,
+        "",
+        "| shorter trainings | mask tokens | T/F, all outcomes | one group |",
+        "|---|---|---|---|",
+        *(
+            f"| {name} | {found['mask_tokens']:,} | {found['tokens_per_forward']:.2f} | "
+            f"{found['one_group']:.2f} |"
+            for name, found in tried
+        ),
         "",
         f"Teacher-forced over {result['held_out']} held-out answers; {answers['own_prompts']:,} "
         f"answers to own prompts and {answers['real_prompts']:,} to real ones; "
