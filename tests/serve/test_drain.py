@@ -89,8 +89,10 @@ def test_sigterm_under_load_loses_no_accepted_reply(job, tmp_path, engine):
     """Guards replies that a shutdown cuts, and services that do not end."""
     if engine == "vllm":
         job = job.model_copy(update={"engine": SMALL, "environment": ENVIRONMENT})
-    with command(with_room(job, TOKENS), tmp_path) as (process, url):
-        loses_nothing_at_sigterm(process, url)
+    log = tmp_path / "requests.jsonl"
+    logged = with_room(job, TOKENS).model_copy(update={"request_log": str(log)})
+    with command(logged, tmp_path) as (process, url):
+        loses_nothing_at_sigterm(process, url, log)
     said = (tmp_path / "job.json").read_text()
     assert "mars-ray engine" in said or "serving on" in said
     # What Ray's handler of crashes writes of each process that it ends.

@@ -4,6 +4,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,8 +33,10 @@ _MANY_TOKENS = 3000
 @pytest.fixture(scope="module")
 def served(job, tmp_path_factory) -> Iterator[tuple[subprocess.Popen, str, ServeJob]]:
     limits = Limits(body_bytes=4000, body_s=1.0, new_tokens=_MANY_TOKENS, choices=4)
-    own = with_room(job, _MANY_TOKENS).model_copy(update={"limits": limits})
     directory = tmp_path_factory.mktemp("haproxy")
+    own = with_room(job, _MANY_TOKENS).model_copy(
+        update={"limits": limits, "request_log": str(directory / "requests.jsonl")}
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S", str(_CLIENT_S))
         with command(own, directory, "--haproxy") as (process, url):
@@ -109,5 +112,5 @@ def test_what_never_ends_is_cut_off_and_what_takes_long_is_not(url):
 
 def test_sigterm_under_load_loses_no_accepted_reply(served):
     """The last test here: it ends the service."""
-    process, url, _ = served
-    loses_nothing_at_sigterm(process, url)
+    process, url, job = served
+    loses_nothing_at_sigterm(process, url, Path(job.request_log or ""))
