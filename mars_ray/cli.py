@@ -252,14 +252,14 @@ def serve(
     with Connection("auto") if detach else Connection() as cluster:
         cluster.open()
         with _saying("the replicas are starting"):
-            url = start(job)
+            url = start(job, alone=not detach and named_address() is None)
         if detach:
             _print_result({"url": url, "models": list(job.each())})
             return
-        # For commands that change the service. Ray sends its token to a named cluster only so.
+        # For commands that change it. Ray sends its token to a named cluster only so.
         token = "RAY_AUTH_MODE=token " * (os.environ.get("RAY_AUTH_MODE") == "token")
         address = f"{token}RAY_ADDRESS={ray.get_runtime_context().gcs_address}"
-        print(f"serving on {url}, Ctrl-C stops; it is at {address}", file=sys.stderr)
+        print(f"serving on {url}, Ctrl-C stops; its cluster: {address}", file=sys.stderr)
         wait_until_stopped(job)
 
 

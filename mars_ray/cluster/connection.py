@@ -125,6 +125,38 @@ def _served(job: ServeJob, gpus: float) -> ServeJob:
         raise ConfigError(f"{job.name}: {error}") from None
 
 
+def fitted(job: ServeJob, ingress_cpus: float) -> ServeJob:
+    """A service's job with no more replicas than there is room for on the command's own cluster,
+    which is this machine and never grows.
+
+    Raises ConfigError if a model's replica has GPUs that are not there.
+    """
+    import ray
+
+    there = {name: float(amount) for name, amount in ray.cluster_resources().items()}
+    there["CPU"] = there.get("CPU", 0.0) - ingress_cpus * job.ingress_replicas
+    first, *others = (_fitted(model, there) for model in job.each().values())
+    return first.model_copy(update={"more_models": tuple(others)})
+
+
+def _fitted(job: ServeJob, there: dict[str, float]) -> ServeJob:
+    gpus = there.get("GPU", 0.0)
+    each = gpus_each(job.gpus_per_replica, gpus, job.engine.workers)
+    if each > gpus:
+        raise ConfigError(
+            f"{job.name}: gpus_per_replica={each:g} (--gpus), and this machine has {gpus:g} GPUs: "
+            "leave it out to compute on CPUs, or name a cluster with RAY_ADDRESS"
+        )
+    if job.replicas != "auto":
+        return job
+    needs = {"CPU": job.cpus_per_replica, "GPU": each}
+    room = [int(there[name] / need) for name, need in needs.items() if need]
+    scaling = job.scaling
+    most = max(scaling.min_replicas, min([scaling.max_replicas, *room]))
+    scaling = scaling.model_copy(update={"max_replicas": most})
+    return job.model_copy(update={"scaling": scaling})
+
+
 def trained(cluster: ClusterConfig) -> ClusterConfig:
     """The cluster section of a training job with the GPUs of each worker."""
     each = gpus_each(cluster.gpus_per_worker, cluster_gpus())

@@ -182,7 +182,10 @@ def check_context(max_context: int | None, model_config: Any) -> None:
     if max_context is None:
         return
     if max_context > (most := most_positions(model_config)):
-        raise ConfigError(f"max_context={max_context}: this model knows {most} positions")
+        raise ConfigError(
+            f"max_context={max_context}: this model knows {most} positions; give at most so many "
+            "(max_context, or --max-model-len)"
+        )
     check_sees_all(max_context, model_config)
 
 

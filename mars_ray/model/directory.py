@@ -169,7 +169,8 @@ def read_card(directory: str | Path, called: str | None = None) -> ModelCard:
         if (Path(directory) / CONFIG_FILE).is_file():
             return PLAIN
         raise ModelError(
-            f"{name} has neither {CARD_FILE} nor {CONFIG_FILE}: it is no model directory"
+            f"{name} has neither {CARD_FILE} nor {CONFIG_FILE}: it is no model directory (a draft "
+            "adapter goes with --adapter)"
         ) from None
     except ValueError as error:
         raise ModelError(f"{CARD_FILE} of {name} is not JSON: {error}") from error

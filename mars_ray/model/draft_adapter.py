@@ -171,7 +171,8 @@ def read_draft_adapter(
     if base is not None and (found := fingerprint(base)) != card.base_fingerprint:
         raise ModelError(
             f"the draft adapter {directory} was trained for {card.base} "
-            f"({card.base_fingerprint[:12]}), and {base} is another model ({found[:12]})"
+            f"({card.base_fingerprint[:12]}), and {base} is another model ({found[:12]}); "
+            "`mars-ray adapt` trains one for it"
         )
     own = _load(directory / _DRAFT_WEIGHTS, dtype)
     lora = _load(directory / _PEFT_WEIGHTS, dtype) if card.rank else {}

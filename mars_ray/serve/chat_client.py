@@ -21,6 +21,7 @@ from mars_ray.errors import EngineError
 _HELP = """/model NAME   the one to ask; without a name: which there are
 /mode exact|verified|confidence|default   how to decode
 /threshold 0.9|default   quality against speed
+/temperature 0.7|default   0 until then: the likeliest token; the service's own is 1
 /compare   ask the last question again in mode exact: how much faster the answer was
 /system TEXT   instructions before the conversation
 /new   forget the conversation
@@ -42,7 +43,7 @@ class Conversation:
     model: str
     api_key: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0})
     seed: int = 0  # of the last question, so that it can be repeated
     last: "Answered | None" = None  # the answer to it
     means: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -177,12 +178,12 @@ def _command(conversation: Conversation, text: str) -> str:
             return "a new conversation with these instructions"
         case "/model", chosen:
             return _choose_model(conversation, chosen)
-        case "/mode" | "/threshold", "default":
+        case "/mode" | "/threshold" | "/temperature", "default":
             conversation.settings.pop(name[1:], None)
         case "/mode", mode if mode:
             conversation.settings["mode"] = mode
-        case "/threshold", number if _is_number(number):
-            conversation.settings["threshold"] = float(number)
+        case "/threshold" | "/temperature", number if _is_number(number):
+            conversation.settings[name[1:]] = float(number)
         case _:
             return _HELP
     settings = conversation.settings or "the service's own"

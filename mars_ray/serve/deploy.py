@@ -27,7 +27,7 @@ from ray.serve.exceptions import RayServeException
 from ray.util import list_named_actors
 
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model, prior_model, sized
-from mars_ray.cluster.connection import sentence, served
+from mars_ray.cluster.connection import fitted, sentence, served
 from mars_ray.cluster.machine import check_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
@@ -90,8 +90,11 @@ def _built(job: ServeJob) -> serve.Application:
     """The application of a checked job."""
     models = job.each()
     for name, model in models.items():
-        count = f"up to {model.most_replicas}" if model.replicas == "auto" else f"{model.replicas}"
-        said = sentence(f"{count} replicas", model.gpus_per_replica or 0)
+        most = model.most_replicas
+        count = f"{most} replica" + "s" * (most != 1)
+        if model.replicas == "auto" and most > model.scaling.min_replicas:
+            count = f"up to {count}"
+        said = sentence(count, model.gpus_per_replica or 0)
         print(f"{name}: {said}", file=sys.stderr, flush=True)
     built_s = time.time()
     ingress = serve.deployment(
@@ -229,13 +232,14 @@ def check(job: ServeJob) -> None:
     _checked(job)
 
 
-def start(job: ServeJob) -> str:
+def start(job: ServeJob, *, alone: bool = False) -> str:
     """Starts Serve and the application in it; returns the URL once it answers.
 
+    A service that is `alone` on a cluster that ends with it has no more replicas than fit there.
     Raises ConfigError if the port is taken or Serve already runs on this cluster, EngineError if
     the replicas do not start.
     """
-    app = build_app(job)
+    app = build_app(fitted(job, _INGRESS_CPUS) if alone else job)
     if serve.status().proxies:
         raise ConfigError(
             "Ray Serve already runs on this cluster, with HTTP options of its own; stop it first "
@@ -359,15 +363,19 @@ _POLL_S = 0.1
 # Serve's proxy may still be sending to clients what the ingress has passed to it.
 _FLUSH_S = 1.0
 _ANSWER_S = 10.0
+# How often a service looks whether another command has stopped it.
+_GONE_LOOK_S = 2.0
+_CONTROLLER = "SERVE_CONTROLLER_ACTOR"  # by Ray's name
 
 
 def wait_until_stopped(job: ServeJob) -> None:
-    """Blocks until SIGINT or SIGTERM, then drains the job's service and stops Serve.
+    """Blocks until SIGINT or SIGTERM, then drains the job's service and stops Serve; or until
+    another command has done so.
 
     A second signal ends the draining at once. Must run in the main thread, which gets the signals.
     """
     stopped, at_once = threading.Event(), threading.Event()
-    is_drained = False
+    is_drained, runs = False, True
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         (at_once if stopped.is_set() else stopped).set()
@@ -375,13 +383,28 @@ def wait_until_stopped(job: ServeJob) -> None:
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, on_signal) for number in signals]
     try:
-        stopped.wait()
-        is_drained = drain(job.drain_s, at_once)
+        while not stopped.wait(_GONE_LOOK_S):
+            if not (runs := _serve_runs()):
+                logger.warning("another command has stopped the service")
+                break
+        else:
+            is_drained = drain(job.drain_s, at_once)
     finally:
         # What is left may hang, and then a signal must end it.
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
-        _end(is_drained)
+        if runs:
+            _end(is_drained)
+
+
+def _serve_runs() -> bool:
+    """Whether the cluster has Serve's controller, as far as it can be asked."""
+    try:
+        # Ray's annotation is for the other value of the argument.
+        actors: Any = list_named_actors(all_namespaces=True)
+    except (RayError, RuntimeError):
+        return True
+    return any(actor["name"] == _CONTROLLER for actor in actors)
 
 
 def stop() -> list[str]:

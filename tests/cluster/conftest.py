@@ -64,7 +64,11 @@ def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     checkout = make_checkout(directory / "checkout", places)
     checkout.run("\n".join(runs("data")))
     shutil.copytree(checkout.directory / "data", directory / "shared" / "data")
-    up, export, down = runs("three_nodes")
+    known = runs("three_nodes")
+    beginnings = ("mars-ray cluster up", "export ", "mars-ray cluster down")
+    up, export, down = (
+        next(command for command in known if command.startswith(words)) for words in beginnings
+    )
     ports = f"--port {port} --dashboard-port {dashboard_port}"
     said = json.loads(checkout.run(f"{up} {ports} --directory {directory}").stdout)
     state = find(directory)

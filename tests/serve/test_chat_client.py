@@ -48,7 +48,7 @@ def test_a_conversation(url):
     shown = said(url, *typed, "/quit", "never said")
     assert "tiny at http" in shown
     assert "verified at 1" in shown
-    assert "settings: {'mode': 'confidence', 'threshold': 0.0}" in shown
+    assert "settings: {'temperature': 0, 'mode': 'confidence', 'threshold': 0.0}" in shown
     assert "confidence at 0" in shown
     assert "never said" not in shown
 
@@ -56,7 +56,9 @@ def test_a_conversation(url):
 def test_an_answer_beside_that_of_exact(url):
     """The same words from the same seed, though both are sampled; what was asked only to compare is
     not remembered, and answers that were decoded alike have a mean."""
-    shown = said(url, "/compare", "count", "/compare", "/new", "/compare", "count")
+    typed = ("/temperature default", "/compare", "count", "/compare", "/new", "/compare", "count")
+    shown = said(url, *typed)
+    assert "settings: the service's own" in shown
     assert shown.count("ask something first") == 2
     assert "times the tokens a second of exact, the same text" in shown
     rows = [line.split() for line in shown.splitlines() if "█" in line]

@@ -82,6 +82,17 @@ def test_a_signal_drains_and_a_second_one_hurries(number, monkeypatch):
     assert signal.getsignal(number) is before
 
 
+def test_a_service_that_another_command_has_stopped_ends(monkeypatch, caplog):
+    """Nothing is left to drain or to stop. Guards a `serve` in the foreground that outlives
+    `mars-ray stop`."""
+    looks = iter(([{"name": deploy._CONTROLLER, "namespace": "serve"}], []))
+    monkeypatch.setattr(deploy, "_GONE_LOOK_S", 0.01)
+    monkeypatch.setattr(deploy, "list_named_actors", lambda **_: next(looks))
+    monkeypatch.setattr(deploy, "_end", lambda _: pytest.fail("Serve is gone"))
+    deploy.wait_until_stopped(ServeJob(checkpoint="m"))
+    assert "another command has stopped the service" in caplog.text
+
+
 @pytest.mark.ray
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["mars", pytest.param("vllm", marks=needs_vllm)])

@@ -137,6 +137,7 @@ def test_an_unsupported_field_is_named(field):
     refused = refusal(**{field: 1})
     assert (refused.status, refused.param, refused.code) == (400, field, "unsupported_parameter")
     assert field in refused.message
+    assert ("did you mean 'threshold'?" in refused.message) == (field == "treshold")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ its value changes nothing (the `NoOps` below). Null is a field not given, whatev
 """
 
 import json
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import (
@@ -529,7 +530,7 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     except ValidationError as error:
         faults = [fault for fault in error.errors(include_url=False) if not _is_null(fault)]
         if faults:
-            raise ApiError(_refusal(faults[0], no_ops_of(kind))) from error
+            raise ApiError(_refusal(faults[0], kind)) from error
         parsed = kind.model_validate_json(body, extra="ignore")
     # Only after the check, which bounds the depth of the body.
     json.loads(body, object_pairs_hook=_once)
@@ -566,18 +567,20 @@ def _param(error: ErrorDetails) -> str:
     return ".".join(places)
 
 
-def _refusal(error: ErrorDetails, no_ops: set[str]) -> ErrorInfo:
+def _refusal(error: ErrorDetails, kind: type[Wire]) -> ErrorInfo:
     if error["type"] == "json_invalid":
         return ErrorInfo(400, f"the body is not JSON: {error['msg']}", code="invalid_json")
     if not error["loc"]:
         return ErrorInfo(400, "the body must be a JSON object", code="invalid_json")
     param, said = _param(error), error["msg"].removeprefix("Value error, ")
-    if error["loc"][0] in no_ops:
+    if error["loc"][0] in no_ops_of(kind):
         message = f"'{param}' is not supported by this server; leave it out ({said})"
         return ErrorInfo(400, message, param, code="unsupported_parameter")
     if error["type"] in ("missing", "union_tag_not_found"):
         return ErrorInfo(400, f"'{param}' is missing", param, code="missing_required_parameter")
     if error["type"] == "extra_forbidden":
         message = f"'{param}' is not supported by this server"
+        if close := get_close_matches(param, kind.model_fields, 1):
+            message += f"; did you mean '{close[0]}'?"
         return ErrorInfo(400, message, param, code="unsupported_parameter")
     return ErrorInfo(400, f"'{param}': {said}", param, code="invalid_value")
