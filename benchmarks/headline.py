@@ -326,6 +326,9 @@ HEADLINES = {
     "faults.members_tested": Headline("faults", _at("counts", "members")),
     "code.test_minutes": Headline("test_minutes", _test_minutes),
     "service.load_tools": Headline("load_tools", _clean_tools),
+    # By a reader who had never seen the project.
+    "newcomer.minutes_to_first_answer": Headline("newcomer", _at("first_answer", "minutes")),
+    "newcomer.guesses": Headline("newcomer", _at("first_answer", "guesses")),
 }
 
 

@@ -363,8 +363,8 @@ _POLL_S = 0.1
 # Serve's proxy may still be sending to clients what the ingress has passed to it.
 _FLUSH_S = 1.0
 _ANSWER_S = 10.0
-# How often a service looks whether another command has stopped it.
-_GONE_LOOK_S = 2.0
+# How often a service looks whether another command has stopped it, and how many looks tell it so.
+_GONE_LOOK_S, _GONE_LOOKS = 2.0, 2
 _CONTROLLER = "SERVE_CONTROLLER_ACTOR"  # by Ray's name
 
 
@@ -375,7 +375,7 @@ def wait_until_stopped(job: ServeJob) -> None:
     A second signal ends the draining at once. Must run in the main thread, which gets the signals.
     """
     stopped, at_once = threading.Event(), threading.Event()
-    is_drained, runs = False, True
+    is_drained, missing = False, 0
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         (at_once if stopped.is_set() else stopped).set()
@@ -384,7 +384,8 @@ def wait_until_stopped(job: ServeJob) -> None:
     before = [signal.signal(number, on_signal) for number in signals]
     try:
         while not stopped.wait(_GONE_LOOK_S):
-            if not (runs := _serve_runs()):
+            missing = 0 if _serve_runs() else missing + 1
+            if missing == _GONE_LOOKS:
                 logger.warning("another command has stopped the service")
                 break
         else:
@@ -393,7 +394,7 @@ def wait_until_stopped(job: ServeJob) -> None:
         # What is left may hang, and then a signal must end it.
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
-        if runs:
+        if missing < _GONE_LOOKS:
             _end(is_drained)
 
 

@@ -76,6 +76,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "service_json.json",
         "faults.json",
         "busy.json",
+        "newcomer.json",
         "sampling.json",
         "serve_load_smollm2.json",
         "mars_frontier.json",
@@ -102,6 +103,7 @@ def test_figures_of_the_code(tmp_path):
             "batch": {"after": ["a: f"]},
         },
         "test_minutes": {"fast_s": 60, "ray_s": 30.0},
+        "newcomer": {"first_answer": {"minutes": 9.5, "guesses": 3}},
     }
     for name, result in results.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
@@ -120,6 +122,8 @@ def test_figures_of_the_code(tmp_path):
         "code.decision_files": 2,
         "code.batch_files": 1,
         "code.test_minutes": 1.5,
+        "newcomer.minutes_to_first_answer": 9.5,
+        "newcomer.guesses": 3,
     }
 
 

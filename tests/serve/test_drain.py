@@ -85,12 +85,14 @@ def test_a_signal_drains_and_a_second_one_hurries(number, monkeypatch):
 def test_a_service_that_another_command_has_stopped_ends(monkeypatch, caplog):
     """Nothing is left to drain or to stop. Guards a `serve` in the foreground that outlives
     `mars-ray stop`."""
-    looks = iter(([{"name": deploy._CONTROLLER, "namespace": "serve"}], []))
+    there = [{"name": deploy._CONTROLLER, "namespace": "serve"}]
+    looks = iter((there, [], there, [], []))  # once is no proof
     monkeypatch.setattr(deploy, "_GONE_LOOK_S", 0.01)
     monkeypatch.setattr(deploy, "list_named_actors", lambda **_: next(looks))
     monkeypatch.setattr(deploy, "_end", lambda _: pytest.fail("Serve is gone"))
     deploy.wait_until_stopped(ServeJob(checkpoint="m"))
     assert "another command has stopped the service" in caplog.text
+    assert next(looks, None) is None
 
 
 @pytest.mark.ray
