@@ -1,7 +1,6 @@
 """Measures the gain of each part of a draft adapter by short trainings with one part changed.
 
     python benchmarks/adapter_parts.py ADAPTATION OUTPUT.json [STEPS [VARIANT ...]]
-    python benchmarks/adapter_parts.py minutes OUTPUT.json MODEL MINUTES ...
 
 ADAPTATION is the directory of a `mars-ray adapt` run: its model, its answers and its recipe. Every
 variant is trained from scratch on one rank for STEPS steps, with a schedule that ends there: of one
@@ -10,16 +9,11 @@ the same order, except the two variants that train on own or on real prompts alo
 teacher-forced over the held-out answers: the tokens per forward with masks behind every outcome,
 and with masks behind all drafts only. Finished variants and their adapters are in OUTPUT.parts/,
 where several processes may write; a run that was stopped continues with the next one. Needs no Ray.
-
-The second form runs `mars-ray adapt MODEL --minutes MINUTES` from nothing for each budget, and
-keeps what it said before it began, the answers it made, and what the adapter brings.
 """
 
 import json
 import shutil
-import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,43 +162,8 @@ def train(job: TrainJob, keep: Path) -> dict[str, Any]:
     }
 
 
-def by_minutes(output: Path, model: str, budgets: list[str]) -> None:
-    """Adapt the model within each budget that is not done yet."""
-    runs = output.with_suffix(".runs")
-    for minutes in budgets:
-        path = runs / f"{minutes}.json"
-        if path.exists():
-            continue
-        place = runs / minutes
-        shutil.rmtree(place, ignore_errors=True)
-        words = ["adapt", model, "--minutes", minutes, f"output_dir={place}"]
-        begun = time.monotonic()
-        ran = subprocess.run(
-            [sys.executable, "-m", "mars_ray", *words], capture_output=True, text=True, check=False
-        )
-        lines = [line.strip() for line in (ran.stderr + ran.stdout).splitlines()]
-        found: dict[str, Any] = {
-            "minutes": float(minutes),
-            "seconds": time.monotonic() - begun,
-            "told": next((line for line in lines if "tokens a second: " in line), None),
-        }
-        if ran.returncode == 0:
-            answers = [place / "train.jsonl", place / "held_out.jsonl"]
-            found["answers"] = sum(len(file.read_text().splitlines()) for file in answers)
-            found |= json.loads(ran.stdout.splitlines()[-1])
-        elif not found["told"]:
-            raise SystemExit(ran.stderr[-2000:])
-        path.write_text(json.dumps(found | {"provenance": provenance()}))
-        print(f"{minutes} minutes: {found['told']}", flush=True)
-    rows = [json.loads((runs / f"{minutes}.json").read_text()) for minutes in budgets]
-    output.write_text(json.dumps({"model": Path(model).name, "budgets": rows}, indent=1) + "\n")
-
-
 def main() -> None:
     """Train all variants that are not done yet."""
-    if sys.argv[1] == "minutes":
-        by_minutes(Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
-        return
     adaptation, output = Path(sys.argv[1]), Path(sys.argv[2])
     steps = int(sys.argv[3]) if len(sys.argv) > 3 else STEPS
     names = sys.argv[4:] or list(VARIANTS)

@@ -45,9 +45,9 @@ PARTS = {
     "tests": ("tests/",),
 }
 
-# The first is no page; the others are generated.
 # Tables that render.py writes into a page.
 GENERATED = re.compile(r"<!-- results:(\w+) -->.*?<!-- /results:\1 -->", re.DOTALL)
+# The first is no page; the others are generated.
 UNCOUNTED = ("log.md", "inside/faults.md", "reference/support-matrix.md")
 
 

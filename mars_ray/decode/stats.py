@@ -73,14 +73,12 @@ class StepTotals:
         """Count a sequence's drafts, of which those up to a node were accepted."""
         if not plan.drafts or not isinstance(sequence.request.mode, VerifiedMode):
             return
-        path = plan.path(outcome)
         if not sequence.grammar:
             drafted = {node for node, own in enumerate(plan.confidences, start=1) if own}
             self.mask_drafts += len(drafted)
-            self.mask_accepted += len(drafted.intersection(path))
-        looked_up = {node for node, match in enumerate(plan.matches, start=1) if match}
-        self.ngram_drafts += len(looked_up)
-        self.ngram_accepted += len(looked_up.intersection(path))
+            self.mask_accepted += len(drafted.intersection(plan.path(outcome)))
+        self.ngram_drafts += sum(match is not None for match in plan.matches)
+        self.ngram_accepted += plan.looked_up(outcome)
 
 
 def context_tokens(work: abc.Sequence[Work]) -> int:

@@ -110,8 +110,8 @@ class Plan:
             start += group.masks
         return slice(0, 0)
 
-    def looked_up(self, outcome: int, count: int) -> int:
-        """Of the first `count` drafts up to a node, those that the n-gram lookup proposed."""
+    def looked_up(self, outcome: int, count: int | None = None) -> int:
+        """Of the (first `count`) drafts up to a node those that the n-gram lookup proposed."""
         if not self.matches:
             return 0
         return sum(self.matches[node - 1] is not None for node in self.path(outcome)[:count])

@@ -401,11 +401,16 @@ def wait_until_stopped(job: ServeJob) -> None:
 def _serve_runs() -> bool:
     """Whether the cluster has Serve's controller, as far as it can be asked."""
     try:
-        # Ray's annotation is for the other value of the argument.
-        actors: Any = list_named_actors(all_namespaces=True)
+        return any(actor["name"] == _CONTROLLER for actor in _named_actors())
     except (RayError, RuntimeError):
         return True
-    return any(actor["name"] == _CONTROLLER for actor in actors)
+
+
+def _named_actors() -> list[dict[str, str]]:
+    """Name and namespace of each."""
+    # Ray's annotation is for the other value of the argument.
+    actors: Any = list_named_actors(all_namespaces=True)
+    return actors
 
 
 def stop() -> list[str]:
@@ -454,9 +459,7 @@ def drain(limit_s: float, at_once: threading.Event) -> bool:
 
 def _cut() -> None:
     """Kills the replicas with their work; Serve alone would give them time to drain once more."""
-    # Ray's annotation is for the other value of the argument.
-    actors: Any = list_named_actors(all_namespaces=True)
-    for actor in actors:
+    for actor in _named_actors():
         if actor["name"].startswith(f"SERVE_REPLICA::{APP_NAME}#"):
             # The actor may have ended meanwhile.
             with suppress(ValueError):

@@ -89,22 +89,21 @@ def read(url: str, stream: bool, tokens: int = TOKENS) -> tuple[int, str]:
         return 200, "".join(delta.get("content", "") for delta in deltas)
 
 
-def until_refused(url: str, stream: bool) -> list[str]:
-    """Texts of all replies until one is refused, or nobody is there any more."""
-    texts = []
+def until_refused(url: str, stream: bool, texts: list[str]) -> None:
+    """Add the texts of all replies until one is refused, or nobody is there any more."""
     while True:
         try:
             status, text = read(url, stream)
         except httpx.ConnectError:
-            return texts  # who is that late has asked nobody
+            return  # who is that late has asked nobody
         except httpx.RemoteProtocolError as error:
             # Nor has he, unless the log of answered requests has one more.
             if "without sending a response" not in str(error):
                 raise
-            return texts
+            return
         if status != 200:
             assert (status, int(text) > 0) == (503, True)
-            return texts
+            return
         texts.append(text)
 
 
@@ -119,12 +118,17 @@ def loses_nothing_at_sigterm(process: subprocess.Popen, url: str, log: Path) -> 
     before = answered(log)
     with ThreadPoolExecutor(6) as pool:
         expected = read(url, stream=False)
-        clients = [pool.submit(until_refused, url, number % 2 == 0) for number in range(6)]
-        time.sleep(3)
+        texts: list[list[str]] = [[] for _ in range(6)]
+        clients = [
+            pool.submit(until_refused, url, number % 2 == 0, own)
+            for number, own in enumerate(texts)
+        ]
+        wait_for(lambda: all(texts) or any(client.done() for client in clients), 240)
         process.terminate()
-        texts = [client.result(60) for client in clients]
+        for client in clients:
+            client.result(60)
         assert process.wait(30) == 0
-    assert sum(len(own) for own in texts) >= 6
+    assert all(texts)
     assert {text for own in texts for text in own} == {expected[1]}
     assert answered(log) - before == 1 + sum(map(len, texts))
 
@@ -139,8 +143,8 @@ def wait_until_free(url: str) -> None:
     wait_for(is_free)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool], within_s: float = 30) -> None:
     begin = time.monotonic()
     while not condition():
-        assert time.monotonic() - begin < 30
+        assert time.monotonic() - begin < within_s
         time.sleep(0.1)

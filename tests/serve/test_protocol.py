@@ -140,6 +140,13 @@ def test_an_unsupported_field_is_named(field):
     assert ("did you mean 'threshold'?" in refused.message) == (field == "treshold")
 
 
+def test_within_a_message_no_field_of_the_request_is_meant():
+    """Guards `messages.0.mode` as a misspelt `messages`."""
+    refused = refusal(messages=[{"role": "user", "content": "hi", "mode": "exact"}])
+    assert (refused.param, refused.code) == ("messages.0.mode", "unsupported_parameter")
+    assert "did you mean" not in refused.message
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

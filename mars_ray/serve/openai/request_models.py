@@ -580,7 +580,8 @@ def _refusal(error: ErrorDetails, kind: type[Wire]) -> ErrorInfo:
         return ErrorInfo(400, f"'{param}' is missing", param, code="missing_required_parameter")
     if error["type"] == "extra_forbidden":
         message = f"'{param}' is not supported by this server"
-        if close := get_close_matches(param, kind.model_fields, 1):
+        known = kind.model_fields if len(error["loc"]) == 1 else ()
+        if close := get_close_matches(param, known, 1):
             message += f"; did you mean '{close[0]}'?"
         return ErrorInfo(400, message, param, code="unsupported_parameter")
     return ErrorInfo(400, f"'{param}': {said}", param, code="invalid_value")
