@@ -55,7 +55,7 @@ test: check                    ## what runs on a CPU, but for test-long
 	$(TESTS) $(BOTH_CORES) -m "not gpu and not long and not ray" $(ARGS)
 	$(TESTS) $(BOTH_CORES) -m "ray and not gpu and not long" $(ARGS)
 
-test-long: setup               ## clusters that lose nodes, jobs, sweeps, first steps, Prometheus: an hour
+test-long: setup               ## clusters that lose nodes, jobs, sweeps, first steps, Prometheus: two hours
 	$(TESTS) -m long $(ARGS)
 
 test-ray: setup                ## only what starts a Ray cluster

@@ -216,7 +216,7 @@ cli.main()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_only_simulate_needs_numba():
     """Guards a service that cannot start without the simulator's compiler, and a traceback in place
     of the name of what has to be installed."""

@@ -60,6 +60,11 @@ def _runs(name: str) -> str:
     return f"output_dir=/shared/runs/{name}"
 
 
+def _own_answers(data: str) -> str:
+    answers = "'[\"/shared/runs/own-answers/smollm2.jsonl\"]'"
+    return f"{data}.train.paths={answers} {data}.eval.paths={answers}"
+
+
 SUBMISSIONS = (
     Submission(
         "train-gsm8k",
@@ -121,6 +126,26 @@ SUBMISSIONS = (
         "generate",
         "a model's own answers, for its second stage, with engines all over the cluster",
         options="checkpoint=/shared/runs/demo/models/ar output=/shared/runs/own-answers/demo.jsonl",
+    ),
+    Submission(
+        "generate-smollm2",
+        "generate",
+        "a pretrained model's own answers (docs/start/on-a-cluster.md)",
+        options="checkpoint=/shared/models/smollm2 output=/shared/runs/own-answers/smollm2.jsonl",
+    ),
+    Submission(
+        "train-smollm2",
+        "train",
+        "MARS on a pretrained model: a LoRA, two workers without GPUs",
+        options=f"{_runs('smollm2')} model.path=/shared/models/smollm2 {_own_answers('data')}",
+    ),
+    Submission(
+        "tune-smollm2",
+        "tune",
+        "three mask schedules for it, each for a few steps",
+        options=f"{_runs('tune-smollm2')} train.output_dir=/shared/runs/tune-smollm2/best "
+        "train.model.path=/shared/models/smollm2 train.stages.mars.steps=4 "
+        f"train.cluster.workers=1 {_own_answers('train.data')}",
     ),
     Submission(
         "evaluate-gsm8k",

@@ -65,7 +65,7 @@ def test_a_job_is_named_after_its_model(model, name):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_from_a_plain_model_to_a_serve_job(talker, tmp_path):
     """Every step by itself is tested where it is; here nothing is given but a model, and what comes
     out is an adapter of that model, measured, that a serve job names."""

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,9 +30,11 @@ class Cluster:
     export: str
     environment: dict[str, str]
 
-    def submit(self, command: str, expected: int = 0) -> subprocess.CompletedProcess[str]:
+    def submit(
+        self, command: str, expected: int = 0, limit_s: float = 600
+    ) -> subprocess.CompletedProcess[str]:
         """A command of the documentation, to its end."""
-        return self.checkout.run(f"{self.export}\n{command}", timeout_s=600, expected=expected)
+        return self.checkout.run(f"{self.export}\n{command}", limit_s, expected)
 
     def ray(self, *words: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
         """Any command of Ray's, in a checkout."""
@@ -52,7 +55,13 @@ class Cluster:
 
 @pytest.fixture(scope="package")
 def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    directory = tmp_path_factory.mktemp("cluster")
+    with started(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@contextmanager
+def started(directory: Path) -> Iterator[Cluster]:
+    """Three nodes below a directory, and a checkout with the documentation's data beside them."""
     port, dashboard_port = free_port(), free_port()
     places = publish(directory) | {
         "/tmp/ServeGen": f"{directory}/ServeGen",

@@ -23,6 +23,7 @@ _ADVISE = "tests/advise/"
 _FIRST = "tests/docs/test_first_steps.py::"
 _CLUSTER = "tests/cluster/conftest.py::three_nodes"
 _JOBS = "tests/cluster/test_jobs.py::"
+_STORY = "tests/cluster/test_story.py::test_the_whole_page"
 # By how a command begins; the longest beginning counts.
 EXECUTED_BY = {
     "mars-ray train JOB.toml --dry-run": _COMMANDS + "test_a_dry_run_shows_the_job",
@@ -73,6 +74,20 @@ EXECUTED_BY = {
     _SUBMIT + "-- python -m mars_ray tune ": _JOBS + "test_the_other_jobs_run_to_their_ends",
     _SUBMIT + "-- python -m mars_ray generate ": _JOBS + "test_the_other_jobs_run_to_their_ends",
     _SUBMIT + "--entrypoint-num-cpus ": _JOBS + "test_the_other_jobs_run_to_their_ends",
+    # From a model to a service that grows, on three nodes of its own.
+    _SUBMIT + "-- python -m mars_ray generate jobs/generate-smollm2.toml": _STORY,
+    _SUBMIT + "-- python -m mars_ray train jobs/train-smollm2.toml": _STORY,
+    _SUBMIT + "-- python -m mars_ray tune jobs/tune-smollm2.toml": _STORY,
+    _SUBMIT + "--entrypoint-num-cpus 2 -- python -m mars_ray evaluate jobs/evaluate-smollm2.toml": (
+        _STORY
+    ),
+    "ray job submit --submission-id service": _STORY,
+    "ray job logs service": _STORY,
+    "ray job stop service": _STORY,
+    "mkdir -p /shared/models": _STORY,
+    "seq 96 ": _STORY,
+    "mars-ray status": _STORY,
+    "curl http://127.0.0.1:8000/v1/completions": _STORY,
 }
 # What no test can execute, and why; test_commands.py looks at what can be seen of them.
 NOT_HERE = {

@@ -52,6 +52,20 @@ SMALL: dict[str, tuple[str, ...]] = {
         *("train.stages.mars.eval_rows=8", "train.checkpoint.every_steps=2"),
         *("objectives.task.count=4", "objectives.thresholds=[1.0]", "objectives.max_new_tokens=8"),
     ),
+    "generate-smollm2": (
+        *("prompts.limit=24", "max_new_tokens=32"),
+        "engine={max_batch=4, max_context=256, threads=1}",
+    ),
+    "train-smollm2": (
+        *("stages.mars.steps=60", "data.max_length=128", "data.packing=false"),
+        "checkpoint.every_steps=2",
+    ),
+    "tune-smollm2": (
+        *("trials=2", "train.data.max_length=128", "train.data.packing=false"),
+        *("objectives.task.count=2", "objectives.max_new_tokens=8"),
+        "objectives.engine={max_batch=4, max_context=256, threads=1}",
+    ),
+    "evaluate-smollm2": (),
     "generate-demo": ("prompts.count=8", "max_new_tokens=8"),
     "evaluate-gsm8k": ("task.count=4", "modes=[{type='verified'}]", "max_new_tokens=8"),
     "bench-demo": (

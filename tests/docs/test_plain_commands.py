@@ -63,7 +63,7 @@ def test_traces_of_others_are_read(data: Checkout, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, marks=[pytest.mark.long] * command.startswith("python "))
+        pytest.param(command, marks=[pytest.mark.long] * ("simulate-demo" not in command))
         for command in runs("test_what_needs_no_cluster")
     ],
 )

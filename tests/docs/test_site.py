@@ -15,7 +15,7 @@ from mars_ray.simulator.config import KINDS
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_builds_without_a_warning(tmp_path):
     """Guards links to headings that were renamed, and docstrings that cannot be read."""
     environment = os.environ | {"PYTHONPATH": "tools", "NO_MKDOCS_2_WARNING": "1"}

@@ -100,6 +100,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_a_killed_driver_is_started_again(talker: Path, tmp_path: Path, ray_cluster, expected: str):
     """kill -9 of the command; then the same job to its end, with another number of engines."""
     output, job_file = tmp_path / "own.jsonl", tmp_path / "job.toml"
@@ -126,6 +127,7 @@ def test_weights_that_do_not_fit_are_one_line(talker: Path, tmp_path: Path, ray_
         run_generation(mixed_job(broken, tmp_path / "own.jsonl"), QUIET, RayEngines)
 
 
+@pytest.mark.long
 def test_memory_that_is_not_there_is_said(talker: Path, tmp_path: Path, ray_cluster):
     """With the settings that would lower it."""
     engine = {"max_context": 160, "page_size": 10**9, "cache_bytes": 10**13}
@@ -134,6 +136,7 @@ def test_memory_that_is_not_there_is_said(talker: Path, tmp_path: Path, ray_clus
         run_generation(job, QUIET, RayEngines)
 
 
+@pytest.mark.long
 def test_starting_may_take_longer_than_a_job_has(talker: Path, tmp_path: Path, ray_cluster):
     """Guards a short job on a busy machine that ends with nothing, since its engines were ready too
     late; and so would any later run of it."""

@@ -231,7 +231,7 @@ def wait_for(count: int, seconds: float) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "service", [{"scale_to_zero": True, "idle_to_zero_s": 5}], indirect=True, ids=["to zero"]
 )
@@ -261,7 +261,7 @@ def test_a_service_at_zero_wakes_for_a_request_and_stays_awake(service):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "service",
     [{"scale_to_zero": True, "idle_to_zero_s": 5, "waiting_requests": 10}],

@@ -105,6 +105,7 @@ def logged() -> str:
     return "".join(path.read_text(errors="replace") for path in directory.glob("worker-*.err"))
 
 
+@pytest.mark.long
 def test_a_busy_replica_stays_and_one_that_stands_still_is_replaced(url):
     """Guards both directions of a health check (ray#61263, #54070, #46702): answers that take
     longer than the limit, of steps that do not; then an engine that is alive and does nothing, of

@@ -91,7 +91,7 @@ def facts(checkpoint: Path, output: Path, gpus: int) -> dict[str, Any]:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_gpus_of_a_cluster_are_used(checkpoint: Path, tmp_path: Path):
     """One a replica, worker or engine. Guards a fleet that computes on CPUs beside idle
     GPUs, or share the first one that none has asked for."""

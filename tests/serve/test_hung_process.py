@@ -36,7 +36,10 @@ asyncio.run(hang(sys.argv[1]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["engine", "loop", "interpreter"])
+@pytest.mark.parametrize(
+    "how",
+    ["engine", *(pytest.param(how, marks=pytest.mark.long) for how in ("loop", "interpreter"))],
+)
 def test_a_process_that_hangs_ends_and_says_where(how):
     """Guards a replica that Serve takes for busy, and then lets drain what it cannot finish."""
     ended = subprocess.run(

@@ -219,6 +219,7 @@ def service(ray_cluster, checkpoint, tmp_path_factory) -> Iterator[tuple[str, Pa
 
 
 @pytest.mark.ray
+@pytest.mark.long
 def test_two_models_on_a_real_cluster(service):
     """Each answers with its own defaults; all replicas report; two of a node share one copy."""
     url, cache = service

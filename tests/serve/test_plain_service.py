@@ -118,6 +118,7 @@ def client(ray_cluster, checkpoint) -> Iterator[openai.OpenAI]:
 
 
 @pytest.mark.ray
+@pytest.mark.long
 def test_the_real_service_takes_a_plain_directory(client, checkpoint):
     """From the command's `start` on, as the official client sees it; and the replica's log begins
     with what runs there."""

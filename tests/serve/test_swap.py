@@ -190,6 +190,7 @@ def test_an_adapter_that_cannot_be_loaded_changes_nothing(url, job, folder):
     wait_until_in_force(url, named(folder, "good"))
 
 
+@pytest.mark.long
 def test_a_replica_that_starts_later_has_the_newest_adapter(url, job, folder):
     """Guards replicas that Serve starts from the job that was deployed, which names another one;
     the same job again is then an update like any other."""

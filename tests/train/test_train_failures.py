@@ -132,7 +132,8 @@ def _memory(field: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("gradient_checkpointing", "anchored"), [(False, False), (True, False), (True, True)]
+    ("gradient_checkpointing", "anchored"),
+    [(False, False), pytest.param(True, False, marks=pytest.mark.long), (True, True)],
 )
 def test_the_estimate_is_near_the_measured_peak(gradient_checkpointing, anchored, model, tmp_path):
     """Guards the arithmetic: at most 1.7 times what a process really took, and not below 0.8."""
@@ -155,7 +156,9 @@ def test_the_estimate_is_near_the_measured_peak(gradient_checkpointing, anchored
     assert 0.8 < needs.device / measured < 1.7
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "gradient_checkpointing", [False, pytest.param(True, marks=pytest.mark.long)]
+)
 def test_the_estimate_of_a_draft_stage_is_near_too(gradient_checkpointing, tmp_path):
     """Guards an arithmetic of its own: a frozen model, and rows that alone go backward."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "layers": 8}

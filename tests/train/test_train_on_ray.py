@@ -113,6 +113,7 @@ def test_a_killed_worker_does_not_change_the_result(model, undisturbed, tmp_path
     assert curve(job.output_dir) == curve(undisturbed[0].output_dir)
 
 
+@pytest.mark.long
 def test_a_copy_that_fails_is_told_and_training_goes_on(model, undisturbed, tmp_path, capfd):
     """Guards a run against its object store (ray#47939), which is away for its first checkpoint."""
     stored = tmp_path / "stored"
