@@ -36,8 +36,13 @@ from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import check_context, window_of
 from mars_ray.errors import CheckpointError, ConfigError, EngineError, ModelError, RequestError
 from mars_ray.model.directory import ModelCard
-from mars_ray.model.draft_adapter import DraftCard, read_draft_adapter
-from mars_ray.model.places import config_of, local_adapter, pinned, pinned_adapter
+from mars_ray.model.places import (
+    check_adapter,
+    check_architecture,
+    config_of,
+    pinned,
+    pinned_adapter,
+)
 from mars_ray.serve.autoscaler import autoscaling
 from mars_ray.serve.ingress.auth import ApiKeys
 from mars_ray.serve.ingress.deployment import Ingress, Running
@@ -315,12 +320,18 @@ def _checked_model(job: ServeJob) -> ServeJob:
     source, card = pinned(Place(job.checkpoint, job.revision))
     engine = job.engine
     if engine.draft_adapter:
-        place, draft_card = _checked_adapter(job, source)
+        # Whether it is for this model depends on the model's weights, which are read here only if
+        # they are in a directory; otherwise the replicas check it.
+        is_here = not source.is_uri and not source.is_on_hub
+        place, draft_card = pinned_adapter(engine.draft_adapter)
+        check_adapter(place, job.model_cache, source.name if is_here else None)
         card = replace(card, block_size=draft_card.depths)
         engine = engine.model_copy(update={"draft_adapter": place})
     _check_default_mode(job, card)
     if isinstance(engine, EngineConfig):  # vLLM checks it itself, for more architectures
-        check_context(engine.max_context, config_of(source))
+        check_architecture(source)
+        if engine.max_context is not None:
+            check_context(engine.max_context, config_of(source))
     return job.model_copy(
         update={
             "checkpoint": source.name,
@@ -328,19 +339,6 @@ def _checked_model(job: ServeJob) -> ServeJob:
             "engine": engine,
         }
     )
-
-
-def _checked_adapter(job: ServeJob, base: Place) -> tuple[str, DraftCard]:
-    """The draft adapter's pinned name, and its card. Raises ModelError.
-
-    The adapter is read in full. Whether it is for this model depends on the model's weights, which
-    are read here only if the base is a directory; otherwise the replicas check it.
-    """
-    assert job.engine.draft_adapter
-    place, card = pinned_adapter(job.engine.draft_adapter)
-    is_here = not base.is_uri and not base.is_on_hub
-    read_draft_adapter(local_adapter(place, job.model_cache), base.name if is_here else None)
-    return place, card
 
 
 def _check_default_mode(job: ServeJob, card: ModelCard) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import EngineError, ModelError
@@ -21,11 +22,11 @@ from mars_ray.serve.protocol import (
     TokenizeRequest,
     Used,
 )
-from mars_ray.serve.replica.engine_client import EngineClient, running_engine
-from mars_ray.serve.replica.llm_server import LLMServer
-from mars_ray.serve.replica.metrics import AnswerMetrics, EngineMetrics, replica_name
 from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.threshold_actor import News, Setting, Swap, follow, swapped
+
+if TYPE_CHECKING:
+    from mars_ray.serve.replica.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Adapters:
     """Swaps adapters in two operations, `prepare` and `take`, so that all replicas of a service can
     do the first before any does the second."""
 
-    def __init__(self, engine: EngineClient, cache: str) -> None:
+    def __init__(self, engine: "EngineClient", cache: str) -> None:
         self._engine = engine
         self._cache = cache
         self._ready: tuple[str, str] | None = None  # place and name of the adapter made ready
@@ -86,6 +87,11 @@ class Replica:
 
     # Async because Serve then runs it in the event loop of the requests.
     async def __init__(self, job: ServeJob, setting: Setting) -> None:
+        # Only here, because who deploys a replica imports this module too, and needs no torch.
+        from mars_ray.serve.replica.engine_client import running_engine
+        from mars_ray.serve.replica.llm_server import LLMServer
+        from mars_ray.serve.replica.metrics import AnswerMetrics, EngineMetrics, replica_name
+
         sys.setswitchinterval(_SWITCH_S)
         self._swap = await swapped(job.name, setting.at_s)
         if self._swap:
