@@ -19,6 +19,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from mars_ray.autoscale.policy import Decision, State, decide
 from mars_ray.autoscale.sample import Collector, ReplicaCounts, Report, step_costs
 from mars_ray.autoscale.service_model import ServiceModel, sized
+from mars_ray.autoscale.threshold import SetPoint
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.vllm import ServedEngine
@@ -140,15 +141,16 @@ class Autoscaler:
 
     def _publish(self, decision: Decision) -> None:
         """Sends the decision to the model's actor, without waiting for it to arrive."""
-        set_point = decision.set_point
-        if set_point is None:
+        threshold = decision.threshold_setpoint
+        if threshold is None:
             return
+        set_point = SetPoint(threshold, decision.shed, decision.rungs)
         needed, feedback = decision.needed, decision.state.feedback
         decided = Decided(
             at_s=time.time(),
             replicas=decision.replicas,
-            threshold=set_point.threshold,
-            shed=set_point.shed,
+            threshold=threshold,
+            shed=decision.shed,
             reason=decision.reason,
             utilisation=feedback.utilisation,
             floor_replicas=needed.floor / needed.utilisation if needed else 0.0,
