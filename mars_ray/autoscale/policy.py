@@ -53,7 +53,7 @@ from itertools import accumulate
 from statistics import fmean
 
 from pydantic import TypeAdapter
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from mars_ray.autoscale.sample import NO_ROOM, PINNED, Sample, Traffic, observe_traffic
 from mars_ray.autoscale.service_model import ServiceModel
@@ -199,19 +199,23 @@ class State:
 
     def to_json(self) -> str:
         """What was learnt from traffic, and so outlives the controller."""
-        return _STATE.dump_json(self, include=_LEARNT).decode()
+        learnt = _STATE.dump_python(self, include=_LEARNT, mode="json")
+        return to_json(learnt | {"version": _LAYOUT}).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "State":
         """A state that goes on from what `to_json` wrote. Raises DataError."""
         try:
             table = from_json(text)
+            if table.get("version", _LAYOUT) != _LAYOUT:
+                raise ValueError(f"its version is {table['version']}, not {_LAYOUT}")
             return _STATE.validate_python({name: table[name] for name in _LEARNT})
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, AttributeError) as error:
             raise DataError(f"not a memory of the autoscaling policy: {error}") from None
 
 
 _LEARNT = {"demand", "floor", "feedback", "traffic"}
+_LAYOUT = 1  # of it; another one is not read
 _STATE = TypeAdapter(State)
 
 
