@@ -31,10 +31,16 @@ from mars_ray.decode.request import Request
 from mars_ray.errors import ModelError
 from mars_ray.files import remedy, replaced_directory
 from mars_ray.model.create import check_rows
-from mars_ray.model.directory import PLAIN, ModelCard, check_complete, fingerprint, read_card
+from mars_ray.model.directory import (
+    ARCHITECTURES,
+    PLAIN,
+    ModelCard,
+    check_complete,
+    fingerprint,
+    read_card,
+)
 from mars_ray.model.gguf import SUFFIX, load_gguf
 from mars_ray.model.load import (
-    ARCHITECTURES,
     load_model,
     load_tokenizer,
     not_finite,

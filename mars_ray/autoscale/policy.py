@@ -51,9 +51,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from statistics import fmean
-from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
+from pydantic_core import from_json, to_json
 
 from mars_ray.autoscale.sample import NO_ROOM, PINNED, Sample, Traffic, observe_traffic
 from mars_ray.autoscale.service_model import ServiceModel
@@ -64,7 +64,6 @@ from mars_ray.autoscale.threshold import (
     Pressure,
     Quality,
     Rung,
-    SetPoint,
     current,
     fast_span_s,
     ladder,
@@ -153,11 +152,13 @@ class Counts:
     slow: float = 0.0  # above three quarters of a limit
     late: float = 0.0
 
-    def plus(self, other: "Counts") -> "Counts":
-        return Counts(self.started + other.started, self.slow + other.slow, self.late + other.late)
-
-    def times(self, factor: float) -> "Counts":
-        return Counts(self.started * factor, self.slow * factor, self.late * factor)
+    def plus(self, other: "Counts", weight: float = 1.0) -> "Counts":
+        """The sum, in which these count with a weight."""
+        return Counts(
+            self.started * weight + other.started,
+            self.slow * weight + other.slow,
+            self.late * weight + other.late,
+        )
 
     def share(self, count: float) -> float:
         """A count as a share of all requests; a late answer may have started long ago."""
@@ -197,42 +198,25 @@ class State:
     fleet: Fleet = field(default_factory=Fleet)
 
     def to_json(self) -> str:
-        """What outlives the controller, as JSON."""
-        return _MEMORY.dump_json(
-            Memory(self.demand, self.floor, self.feedback, self.traffic)
-        ).decode()
+        """What was learnt from traffic, and so outlives the controller."""
+        learnt = _STATE.dump_python(self, include=_LEARNT, mode="json")
+        return to_json(learnt | {"version": _LAYOUT}).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "State":
         """A state that goes on from what `to_json` wrote. Raises DataError."""
         try:
-            memory = _MEMORY.validate_json(text)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise DataError(
-                f"not a memory of the autoscaling policy: {place}: {first['msg']}"
-            ) from None
-        return cls(
-            demand=memory.demand,
-            floor=memory.floor,
-            feedback=memory.feedback,
-            traffic=memory.traffic,
-        )
+            table = from_json(text)
+            if table.get("version", _LAYOUT) != _LAYOUT:
+                raise ValueError(f"its version is {table['version']}, not {_LAYOUT}")
+            return _STATE.validate_python({name: table[name] for name in _LEARNT})
+        except (ValueError, LookupError, AttributeError) as error:
+            raise DataError(f"not a memory of the autoscaling policy: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """The part of a state that is learnt from traffic, and so outlives the controller."""
-
-    demand: Demand
-    floor: Floor
-    feedback: Feedback
-    traffic: Traffic
-    version: Literal[1] = 1  # of this layout; another one is not read
-
-
-_MEMORY = TypeAdapter(Memory)
+_LEARNT = {"demand", "floor", "feedback", "traffic"}
+_LAYOUT = 1  # of it; another one is not read
+_STATE = TypeAdapter(State)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +232,6 @@ class Decision:
     rungs: tuple[Rung, ...] = ()
     needed: Need | None = None  # by what the number of replicas was chosen; None: it holds
 
-    @property
-    def set_point(self) -> SetPoint | None:
-        """What replicas are told; None: nothing."""
-        threshold = self.threshold_setpoint
-        return None if threshold is None else SetPoint(threshold, self.shed, self.rungs)
-
 
 def decide(
     sample: Sample, state: State, config: ScalingConfig, model: ServiceModel, now: float
@@ -263,80 +241,66 @@ def decide(
     The answer lies within the configured bounds whatever the load is. It may be called at
     every step of the controller: the result depends on elapsed time, not on the number of calls.
     """
-    dt = _elapsed(state.tick_s, now, config)
-    fleet = woken(state.fleet, sample.target)
+    passed = now - state.tick_s if state.tick_s is not None else 0.0
+    # A clock that jumps counts as no time, or as the longest gap.
+    dt = min(max(passed, 0.0), config.stale_after_s) if math.isfinite(passed) else 0.0
+    fleet = state.fleet
+    if fleet.asked == 0 < sample.target:
+        # Serve itself has left zero for a first request, before any replica can report it.
+        fleet = replace(fleet, asked=sample.target, idle_s=0.0)
     state = replace(state, fleet=fleet, tick_s=now if math.isfinite(now) else state.tick_s)
+    before = sample.target if fleet.asked is None else fleet.asked
     if sample.age_s is None or sample.age_s > config.stale_after_s or sample.arrivals_per_s is None:
-        return _hold(sample, state, config)
+        least = 0 if config.scale_to_zero else config.min_replicas
+        held = min(config.max_replicas, max(least, before))
+        why = "there are no metrics"
+        if sample.age_s is not None and sample.arrivals_per_s is not None:
+            why = f"metrics are {sample.age_s:.0f} s old (limit {config.stale_after_s:g})"
+        reason = f"Holding {_replicas(held)}: {why}."
+        return Decision(held, None, state.quality.shed, reason, state)
+    offered = sample.arrivals_per_s + (sample.refused_per_s or 0.0)
     state = replace(state, traffic=observe_traffic(state.traffic, sample, model, dt))
     rungs = ladder(model, config, state.traffic)
-    state = _remembered(sample, state, config, rungs[0], dt)
-    pressure = _pressure(sample, state, config, dt)
-    cold_s = _cold_start_s(sample, state.fleet, config)
-    needed = _need(sample, state, config, rungs[0], cold_s)
-    fleet = _fleet(sample, state, needed, pressure, config, dt, cold_s)
-    quality = _quality(sample, state, rungs, pressure, fleet, config, dt)
-    state = replace(state, fleet=fleet, quality=quality)
-    allowed = _allowed(rungs, quality)
-    reason = explain(needed, state, allowed, pressure, cold_s, config)
-    return Decision(
-        fleet.asked or 0, quality.threshold, quality.shed, reason, state, allowed, needed
+    state = _remembered(sample, offered, state, config, rungs[0], dt)
+    pressure = Pressure(
+        rate=state.demand.fast_per_s,
+        in_system=_in_system(sample),
+        running=sample.running,
+        deadline_s=max(config.slo.ttft_s, dt),
     )
-
-
-def _elapsed(before: float | None, now: float, config: ScalingConfig) -> float:
-    """Seconds since the last tick; a clock that jumps counts as no time, or as the longest gap."""
-    passed = now - before if before is not None else 0.0
-    return min(max(passed, 0.0), config.stale_after_s) if math.isfinite(passed) else 0.0
-
-
-def _hold(sample: Sample, state: State, config: ScalingConfig) -> Decision:
-    asked = sample.target if state.fleet.asked is None else state.fleet.asked
-    least = 0 if config.scale_to_zero else config.min_replicas
-    replicas = min(config.max_replicas, max(least, asked))
-    reason = holding(sample, replicas, config)
-    return Decision(replicas, None, state.quality.shed, reason, state)
-
-
-def _allowed(rungs: tuple[Rung, ...], quality: Quality) -> tuple[Rung, ...]:
-    return rungs[:1] if quality.exhausted else rungs
-
-
-def _offered(sample: Sample) -> float:
-    return (sample.arrivals_per_s or 0.0) + (sample.refused_per_s or 0.0)
+    # Seconds that a replica ordered now takes; one that has been starting for longer counts.
+    measured = sample.cold_start_s or fleet.cold_start_s or config.cold_start_s
+    ages = [min(age, NO_ROOM * measured) for age in sample.starting_ages_s]
+    cold_s = min(_LONGEST_COLD_START_S, max([measured, 1.0, *ages]))
+    needed = _need(sample, state, config, rungs[0], pressure.in_system, cold_s)
+    busy = offered > 0 or pressure.in_system > 0
+    fleet = remember(fleet, needed.replicas, busy, dt, cold_s)
+    asked = ask(fleet, before, needed.replicas, busy, config)
+    fleet = replace(fleet, asked=asked, cold_start_s=sample.cold_start_s or fleet.cold_start_s)
+    quality, allowed = _quality(sample, state, rungs, pressure, asked, config, dt)
+    state = replace(state, fleet=fleet, quality=quality)
+    reason = explain(needed, state, allowed, pressure, cold_s, config)
+    return Decision(asked, quality.threshold, quality.shed, reason, state, allowed, needed)
 
 
 def _remembered(
-    sample: Sample, state: State, config: ScalingConfig, best: Rung, dt: float
+    sample: Sample, offered: float, state: State, config: ScalingConfig, best: Rung, dt: float
 ) -> State:
-    """The state with this tick's requests, and what a full window teaches."""
+    """The state with this tick's requests, `offered` a second, and what a full window teaches."""
     attainment = config.slo.attainment
-    demand = observe_arrivals(
-        state.demand, _offered(sample), dt, fast_span_s(config), best.requests_per_s
-    )
-    counts = _counts(sample, dt)
+    span_s = fast_span_s(config)
+    demand = observe_arrivals(state.demand, offered, dt, span_s, best.requests_per_s)
+    tables = (sample.started, sample.slow, sample.late)
+    counts = {
+        name: Counts(*(dt * table.get(name, 0.0) for table in tables))
+        for name in set().union(*tables)
+    }
     feedback = observe_latencies(state.feedback, counts, sample.running, dt)
     full = demand.open_s == 0 and state.demand.open_s + dt > 0
     if full:
         feedback = learn(feedback, demand.windows[-1], attainment)
     floor = watch_floor(state.floor, demand, full, dt, sample.wall_s or 0.0, attainment)
     return replace(state, demand=demand, feedback=feedback, floor=floor)
-
-
-def _counts(sample: Sample, dt: float) -> dict[str, Counts]:
-    """Requests by class that started in `dt` seconds, and those that were found slow or late."""
-    tables = (sample.started, sample.slow, sample.late)
-    names = set().union(*tables)
-    return {name: Counts(*(dt * table.get(name, 0.0) for table in tables)) for name in names}
-
-
-def _pressure(sample: Sample, state: State, config: ScalingConfig, dt: float) -> Pressure:
-    return Pressure(
-        rate=state.demand.fast_per_s,
-        in_system=_in_system(sample),
-        running=sample.running,
-        deadline_s=max(config.slo.ttft_s, dt),
-    )
 
 
 def _in_system(sample: Sample) -> float:
@@ -348,41 +312,31 @@ def _in_system(sample: Sample) -> float:
     return decoding + (sum(load.waiting for load in sample.loads) if waiting is None else waiting)
 
 
-def _cold_start_s(sample: Sample, fleet: Fleet, config: ScalingConfig) -> float:
-    """Seconds that a replica ordered now takes; one that has been starting for longer counts."""
-    measured = sample.cold_start_s or fleet.cold_start_s or config.cold_start_s
-    ages = [min(age, NO_ROOM * measured) for age in sample.starting_ages_s]
-    return min(_LONGEST_COLD_START_S, max([measured, 1.0, *ages]))
-
-
-def _need(sample: Sample, state: State, config: ScalingConfig, best: Rung, cold_s: float) -> Need:
-    demand, attainment = state.demand, config.slo.attainment
-    floor = floor_replicas(state.floor, demand, cold_s, sample.wall_s or 0.0, attainment)
-    present = present_demand(demand, best.requests_per_s)
-    waiting = max(0.0, _in_system(sample) - sample.running * best.sequences)
-    starting_s = sum(min(age, cold_s) for age in sample.starting_ages_s)
-    return Need(
-        floor=floor,
-        present=present,
-        backlog=backlog(waiting, present, best.requests_per_s, starting_s, sample.running, cold_s),
-        utilisation=state.feedback.utilisation,
-    )
-
-
-def _fleet(
+def _need(
     sample: Sample,
     state: State,
-    needed: Need,
-    pressure: Pressure,
     config: ScalingConfig,
-    dt: float,
+    best: Rung,
+    in_system: float,
     cold_s: float,
-) -> Fleet:
-    busy = _offered(sample) > 0 or pressure.in_system > 0
-    before = sample.target if state.fleet.asked is None else state.fleet.asked
-    fleet = remember(state.fleet, needed.replicas, busy, dt, cold_s)
-    asked = ask(fleet, before, needed.replicas, busy, config)
-    return replace(fleet, asked=asked, cold_start_s=sample.cold_start_s or fleet.cold_start_s)
+) -> Need:
+    wall_s = sample.wall_s or 0.0
+    present = present_demand(state.demand, best.requests_per_s)
+    waiting = max(0.0, in_system - sample.running * best.sequences)
+    backlog = 0.0
+    if waiting > 0:
+        # What will be waiting in a cold start's time is drained within as long again. Replicas on
+        # their way are credited for the time that they will have served.
+        coming = waiting / best.requests_per_s + present * cold_s
+        starting_s = sum(min(age, cold_s) for age in sample.starting_ages_s)
+        piled_up = coming - sample.running * cold_s - starting_s
+        backlog = min(coming, max(0.0, piled_up)) / cold_s
+    return Need(
+        floor=floor_replicas(state.floor, state.demand, cold_s, wall_s, config.slo.attainment),
+        present=present,
+        backlog=backlog,
+        utilisation=state.feedback.utilisation,
+    )
 
 
 def _quality(
@@ -390,10 +344,11 @@ def _quality(
     state: State,
     rungs: tuple[Rung, ...],
     pressure: Pressure,
-    fleet: Fleet,
+    asked: int,
     config: ScalingConfig,
     dt: float,
-) -> Quality:
+) -> tuple[Quality, tuple[Rung, ...]]:
+    """The threshold from now on, and the rungs that the points spent allow."""
     quality, rates = state.quality, state.demand.rates
     usual = fmean(rates) if rates else pressure.rate
     traffic = min(_MOST_TRAFFIC, pressure.rate / usual) if usual > 0 else 0.0
@@ -403,12 +358,13 @@ def _quality(
     )
     # Points lost at the set-point itself are the operator's choice: the budget does not count them.
     quality = spend(quality, max(0.0, points - rungs[0].points_lost), traffic, dt, config)
-    allowed = _allowed(rungs, quality)
+    allowed = rungs[:1] if quality.exhausted else rungs
     quality = steer(quality, allowed, pressure, dt)
-    at_maximum = (fleet.asked or 0) >= config.max_replicas
-    unpinned = 1 - dict(state.traffic.class_shares).get(PINNED, 0.0)
-    shed = shed_share(allowed[-1], pressure, unpinned) if at_maximum else 0.0
-    return replace(quality, shed=shed)
+    shed = 0.0
+    if asked >= config.max_replicas:
+        unpinned = 1 - dict(state.traffic.class_shares).get(PINNED, 0.0)
+        shed = shed_share(allowed[-1], pressure, unpinned)
+    return replace(quality, shed=shed), allowed
 
 
 def watch_floor(
@@ -435,8 +391,11 @@ def floor_replicas(floor: Floor, demand: Demand, ahead_s: float, wall_s: float, 
     usual = demand.usual
     most = min(_UNSEEN * usual, _LARGE * math.sqrt(usual))
     unseen = usual + math.exp(-floor.age_s / _WATCHED_S) * most
-    hours = {int((wall_s + ahead) // _HOUR_S) for ahead in (0.0, ahead_s + WINDOW_S)}
-    season = max(_season(floor, hour) for hour in hours)
+    known, season = dict(floor.hours), 0.0
+    for hour in {int((wall_s + ahead) // _HOUR_S) for ahead in (0.0, ahead_s + WINDOW_S)}:
+        # This hour of the week, or else the newest of the same hour of other days.
+        same = (known.get((hour - _DAY * days) % _WEEK) for days in range(7))
+        season = max(season, next((kept for kept in same if kept is not None), 0.0))
     return max(quantile(demand.windows, q), unseen, season)
 
 
@@ -446,13 +405,6 @@ def quantile(windows: tuple[float, ...], q: float) -> float:
     total = math.fsum(ordered)
     sums = accumulate(ordered)
     return next((w for w, s in zip(ordered, sums, strict=True) if s >= q * total - 1e-9), 0.0)
-
-
-def _season(floor: Floor, hour: int) -> float:
-    """The quantile of this hour of the week, or else the newest of the same hour of other days."""
-    known = dict(floor.hours)
-    same = (known.get((hour - _DAY * days) % _WEEK) for days in (0, *range(1, 7)))
-    return next((replicas for replicas in same if replicas is not None), 0.0)
 
 
 def observe_latencies(
@@ -477,43 +429,20 @@ def learn(feedback: Feedback, needed: float, attainment: float) -> Feedback:
     seen = Counts()
     for _, count in feedback.counts:
         seen = seen.plus(count)
-    hour = feedback.hour.times(math.exp(-feedback.open_s / _BUDGET_S)).plus(seen)
+    hour = feedback.hour.plus(seen, weight=math.exp(-feedback.open_s / _BUDGET_S))
     closed = replace(feedback, loads=loads, hour=hour, open_s=0.0, replica_s=0.0, counts=())
     if not seen.started and not seen.late:
         return closed
     late = max(count.share(count.late) for _, count in feedback.counts)
+    believed, tried = feedback.utilisation, max(loads)
     if late > 1 - attainment:
-        return closed if max(loads) >= _ABOVE * feedback.utilisation else _less(closed, late)
-    if max(loads) < _TRIED * feedback.utilisation:
-        return closed
-    tight = closed.spent(attainment) >= _HALF
-    return _more(closed, _NEAR if tight else seen.share(seen.slow))
-
-
-def _less(feedback: Feedback, late: float) -> Feedback:
-    believed = feedback.utilisation * (1 - _LESS * min(1.0, late / _MANY_LATE))
-    return replace(feedback, utilisation=max(_LEAST_BELIEF, believed))
-
-
-def _more(feedback: Feedback, near: float) -> Feedback:
-    room = max(0.0, 1 - near / _NEAR)
-    believed = feedback.utilisation * (1 + _MORE + _MUCH_MORE * room)
-    return replace(feedback, utilisation=min(_MOST_BELIEF, believed))
-
-
-def backlog(
-    waiting: float, present: float, carried: float, starting_s: float, running: int, cold_s: float
-) -> float:
-    """Replicas that drain what will be waiting in `cold_s` seconds within as long again.
-
-    A replica carries `carried` requests per second now; `present` is the demand in replicas;
-    `starting_s` sums the seconds that replicas on their way have been starting for.
-    """
-    if waiting <= 0:
-        return 0.0
-    coming = waiting / carried + present * cold_s
-    piled_up = coming - running * cold_s - starting_s
-    return min(coming, max(0.0, piled_up)) / cold_s
+        if tried < _ABOVE * believed:
+            believed = max(_LEAST_BELIEF, believed * (1 - _LESS * min(1.0, late / _MANY_LATE)))
+    elif tried >= _TRIED * believed:
+        near = _NEAR if closed.spent(attainment) >= _HALF else seen.share(seen.slow)
+        room = max(0.0, 1 - near / _NEAR)
+        believed = min(_MOST_BELIEF, believed * (1 + _MORE + _MUCH_MORE * room))
+    return replace(closed, utilisation=believed)
 
 
 def remember(fleet: Fleet, needed: int, busy: bool, dt: float, cold_s: float) -> Fleet:
@@ -526,14 +455,6 @@ def remember(fleet: Fleet, needed: int, busy: bool, dt: float, cold_s: float) ->
     return replace(fleet, idle_s=idle_s, enough=(*enough[-_PARTS:], needed), part_s=0.0)
 
 
-def woken(fleet: Fleet, target: int) -> Fleet:
-    """The fleet, with Serve's own target if Serve has left zero for a first request.
-
-    Serve does so before any replica can report the request. The idle time starts again from 0.
-    """
-    return replace(fleet, asked=target, idle_s=0.0) if fleet.asked == 0 < target else fleet
-
-
 def ask(fleet: Fleet, current: int, needed: int, busy: bool, config: ScalingConfig) -> int:
     """Replicas to ask for, when `current` were asked for so far."""
     idle = not busy and (not current or fleet.idle_s >= config.idle_to_zero_s)
@@ -543,14 +464,6 @@ def ask(fleet: Fleet, current: int, needed: int, busy: bool, config: ScalingConf
     known = len(fleet.enough) > _PARTS
     fewer = min(current, max(fleet.enough)) if known else current
     return min(config.max_replicas, max(config.min_replicas, 1, needed, fewer))
-
-
-def holding(sample: Sample, replicas: int, config: ScalingConfig) -> str:
-    """The reason for changing nothing: metrics are missing or old."""
-    if sample.age_s is None or sample.arrivals_per_s is None:
-        return f"Holding {_replicas(replicas)}: there are no metrics."
-    limit = config.stale_after_s
-    return f"Holding {_replicas(replicas)}: metrics are {sample.age_s:.0f} s old (limit {limit:g})."
 
 
 def explain(

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import median
 from typing import Any, TypeVar
 
-from mars_ray.autoscale.service_model import Level, ServiceModel
+from mars_ray.autoscale.service_model import ServiceModel
 
 # Name of the class share of requests that pin their own mode or threshold.
 PINNED = "pinned"
@@ -227,9 +227,15 @@ class Collector:
         one.
         """
         self._note_starts(running, target, now)
-        self._seen = {
-            name: _with(self._seen.get(name, ()), report) for name, report in reports.items()
-        }
+        before, self._seen = self._seen, {}
+        for name, report in reports.items():
+            seen = before.get(name, ())
+            if not seen or report.at_s < seen[-1].at_s:
+                # The first one, or a clock was set back: differences of times mean nothing.
+                seen = (report,)
+            elif report.at_s >= seen[-1].at_s + _LEAST_S:
+                seen = (seen[-1], report)
+            self._seen[name] = seen
         newest = [seen[-1] for seen in self._seen.values()]
         pairs = [seen for seen in self._seen.values() if len(seen) > 1]
         grown = [(new.at_s - old.at_s, new.counts.since(old.counts)) for old, new in pairs]
@@ -259,13 +265,6 @@ class Collector:
         self._ordered_s += [now] * (missing - len(self._ordered_s))
 
 
-def _with(seen: tuple[Report, ...], report: Report) -> tuple[Report, ...]:
-    if not seen or report.at_s < seen[-1].at_s:
-        # It is the first one, or a clock was set back, so that differences of times mean nothing.
-        return (report,)
-    return (seen[-1], report) if report.at_s >= seen[-1].at_s + _LEAST_S else seen
-
-
 def _flows(grown: list[tuple[float, ReplicaCounts]]) -> dict[str, Any]:
     """Rates and means of a fleet, from each replica's seconds and the counts made in them.
 
@@ -282,30 +281,24 @@ def _flows(grown: list[tuple[float, ReplicaCounts]]) -> dict[str, Any]:
         "answers_per_s": sum(each.finished / seconds for seconds, each in grown),
         "prompt_tokens": _ratio(sum(each.prompt_tokens for each in counts), prompts),
         "output_tokens": _ratio(sum(each.output_tokens for each in counts), answers),
-        "tokens_per_forward": _shares([each.tokens_at for each in counts], forwards),
-        "class_shares": _shares([each.quality_class for each in counts], offered),
+        "tokens_per_forward": _summed([each.tokens_at for each in counts], forwards),
+        "class_shares": _summed([each.quality_class for each in counts], offered),
         **{
-            name: _rates([(seconds, getattr(each, name)) for seconds, each in grown])
+            name: _summed(
+                {key: count / seconds for key, count in getattr(each, name).items()}
+                for seconds, each in grown
+            )
             for name in ("started", "slow", "late")
         },
     }
-
-
-def _rates(tables: Iterable[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """Each key's rate: the sum of its counts over the seconds in which they were made."""
-    rates: defaultdict[str, float] = defaultdict(float)
-    for seconds, table in tables:
-        for key, count in table.items():
-            rates[key] += count / seconds
-    return dict(rates)
 
 
 def _ratio(part: float, whole: float | None) -> float | None:
     return part / whole if whole else None
 
 
-def _shares(tables: Iterable[Mapping[_Key, float]], whole: float) -> dict[_Key, float]:
-    """Each key's share: the sum of its numbers, divided by `whole`."""
+def _summed(tables: Iterable[Mapping[_Key, float]], whole: float = 1.0) -> dict[_Key, float]:
+    """Each key's sum over the tables, as a share of `whole`; empty without it."""
     sums: defaultdict[_Key, float] = defaultdict(float)
     for table in tables:
         for key, number in table.items():
@@ -363,8 +356,12 @@ def observe_traffic(traffic: Traffic, sample: Sample, model: ServiceModel, dt: f
     """The traffic after a tick of `dt` seconds with this sample."""
     arrived = sample.arrivals_per_s or 0.0
     requests, weight = _counted(traffic.requests, arrived, dt)
-    prompts, prompt_weight = _counted(traffic.prompts, _or(sample.prompts_per_s, arrived), dt)
-    answers, answer_weight = _counted(traffic.answers, _or(sample.answers_per_s, arrived), dt)
+    prompts, prompt_weight = _counted(
+        traffic.prompts, arrived if sample.prompts_per_s is None else sample.prompts_per_s, dt
+    )
+    answers, answer_weight = _counted(
+        traffic.answers, arrived if sample.answers_per_s is None else sample.answers_per_s, dt
+    )
     slowness = _slowness(sample, traffic, model)
     positions = _positions(sample.loads)
     drafted = positions >= _DRAFTING and bool(sample.tokens_per_forward)
@@ -381,10 +378,6 @@ def observe_traffic(traffic: Traffic, sample: Sample, model: ServiceModel, dt: f
         gains=_gains(traffic, sample, model, positions, dt) if drafted else traffic.gains,
         drafted_s=_longer(traffic.drafted_s, dt) if drafted else traffic.drafted_s,
     )
-
-
-def _or(rate: float | None, otherwise: float) -> float:
-    return otherwise if rate is None else rate
 
 
 def _counted(before: float, per_s: float, dt: float) -> tuple[float, float]:
@@ -419,25 +412,22 @@ def _class_shares(traffic: Traffic, sample: Sample, weight: float) -> tuple[tupl
 
 
 def _slowness(sample: Sample, traffic: Traffic, model: ServiceModel) -> float | None:
-    """Ratio of measured to expected step seconds over all busy replicas; None if there are none."""
-    measured = expected = 0.0
-    context = traffic.prompt_tokens + traffic.output_tokens / 2
-    for load in sample.loads:
-        known = load.decode_rows is not None and load.prompt_share is not None
-        if load.running and load.step_s and known:
-            measured += load.step_s
-            expected += _expected_s(load, load.running * context, model)
-    return min(_MOST_SLOW, max(_LEAST_SLOW, measured / expected)) if expected else None
+    """Ratio of measured to expected step seconds over all busy replicas; None if there are none.
 
-
-def _expected_s(load: ReplicaLoad, context: float, model: ServiceModel) -> float:
-    """Seconds of a mean step: the mean of steps with and without prompts, each at its own rows.
-
-    Wherever the cost curve bends, the cost at the mean rows would be less than this mean.
+    What is expected of a mean step is the mean of steps with and without prompts, each at its own
+    rows: wherever the cost curve bends, the cost at the mean rows would be less.
     """
-    rows, share = load.decode_rows or 0.0, load.prompt_share or 0.0
-    longer = model.step_s(rows + (load.prompt_rows or 0.0), context) if share else 0.0
-    return (1 - share) * model.step_s(rows, context) + share * longer
+    measured = expected = 0.0
+    for load in sample.loads:
+        rows, share = load.decode_rows, load.prompt_share
+        if not load.running or not load.step_s or rows is None or share is None:
+            continue
+        context = load.running * (traffic.prompt_tokens + traffic.output_tokens / 2)
+        measured += load.step_s
+        expected += (1 - share) * model.step_s(rows, context)
+        if share:
+            expected += share * model.step_s(rows + (load.prompt_rows or 0.0), context)
+    return min(_MOST_SLOW, max(_LEAST_SLOW, measured / expected)) if expected else None
 
 
 def _gains(
@@ -450,14 +440,10 @@ def _gains(
     for level in model.levels:
         live = sample.tokens_per_forward.get(level.threshold)
         if live is not None:
-            gain = _gain(level, positions, live)
+            said = level.tokens_per_forward(positions) - 1
+            gain = min(_MOST_GAIN, max(_LEAST_GAIN, (live - 1) / said)) if said > 0.01 else 1.0
             gains[level.threshold] = _towards(old.get(level.threshold, 1.0), gain, weight)
     return tuple(sorted(gains.items()))
-
-
-def _gain(level: Level, positions: float, live: float) -> float:
-    said = level.tokens_per_forward(positions) - 1
-    return min(_MOST_GAIN, max(_LEAST_GAIN, (live - 1) / said)) if said > 0.01 else 1.0
 
 
 def _positions(loads: Sequence[ReplicaLoad]) -> float:

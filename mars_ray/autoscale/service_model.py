@@ -81,8 +81,9 @@ _STEPS = ((1, 0.02), (64, 0.04))
 _SHARE = 0.85
 # A step this much longer than that of one row counts as free.
 _FREE = 1.05
-# Most rows of a step: beyond, memory for activations grows and throughput does not.
-_MOST_STEP_ROWS = 8192
+# Most rows of a step that are chosen. Each row more saves little by then, and its activations need
+# memory.
+_MOST_STEP_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +159,10 @@ class Operating:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of all sequences."""
         return self.batch / self.time_per_token_s
 
     @property
     def requests_per_s(self) -> float:
-        """Requests per second that the replica completes."""
         return self.tokens_per_s / self.output_tokens
 
 
@@ -309,7 +308,6 @@ class ServiceModel:
             raise ConfigError(f"{source} is no service model: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the model as JSON."""
         Path(path).write_text(self.to_json())
 
 
@@ -321,57 +319,37 @@ def load_service_model(path: str | Path) -> ServiceModel:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Uniform:
-    """Number of masks per group, and of groups, of every sequence in each step of `verified`.
+def expected(window: int, groups: int, rates: Sequence[float]) -> tuple[float, float]:
+    """Tokens that a sequence commits and rows that it costs per forward of `verified` in the long
+    run, for the rates at which drafts of each depth are accepted.
 
-    An engine chooses for each sequence by the confidences of its drafts (`core.tree`) and
-    does a little better.
-    """
+    Every sequence has `window` masks per group and so many groups in each step. An engine chooses
+    for each sequence by the confidences of its drafts (`core.tree`) and does a little better.
 
-    window: int
-    groups: int
-
-
-@dataclass(frozen=True, slots=True)
-class Yield:
-    """Tokens that a sequence commits and rows that it costs per forward in the long run."""
-
-    tokens: float
-    rows: float
-
-
-def expected(uniform: Uniform, rates: Sequence[float]) -> Yield:
-    """Tokens and rows per forward, for the rates at which drafts of each depth are accepted.
-
-    After an outcome without masks, a step has no drafts: it commits a token and drafts anew.
-
-    With c the probability that an outcome has masks, a share f of the forwards has drafts:
+    After an outcome without masks, a step has no drafts: it commits a token and drafts anew. With c
+    the probability that an outcome has masks, a share f of the forwards has drafts:
     f = f * c + (1 - f), since a forward without drafts has a single outcome, which has masks.
     """
-    survival = list(accumulate(rates[: uniform.window], mul))
+    survival = list(accumulate(rates[:window], mul))
     if not survival:
-        return Yield(1.0, 1.0)
-    reached = [1.0, *survival]
-    outcomes = [a - b for a, b in zip(reached, [*survival, 0.0], strict=True)]
-    covered = (
-        survival[-1]
-        if uniform.groups == 1
-        else sum(sorted(outcomes, reverse=True)[: uniform.groups])
-    )
+        return 1.0, 1.0
+    covered = survival[-1]
+    if groups > 1:
+        outcomes = [a - b for a, b in zip([1.0, *survival], [*survival, 0.0], strict=True)]
+        covered = sum(sorted(outcomes, reverse=True)[:groups])
     drafted = 1 / (2 - covered)
-    rows = 1 + drafted * uniform.window * (1 + uniform.groups) + (1 - drafted) * uniform.window
-    return Yield(1 + drafted * sum(survival), rows)
+    rows = 1 + drafted * window * (1 + groups) + (1 - drafted) * window
+    return 1 + drafted * sum(survival), rows
 
 
-def all_uniform(window: int, most_rows: int) -> list[Uniform]:
-    """All candidates that fit: first no masks, then every window with one, two, four ... and all
-    outcomes."""
-    options = [Uniform(0, 1)]
+def all_uniform(window: int, most_rows: int) -> list[tuple[int, int]]:
+    """All candidates (masks of a group, groups) that fit: first no masks, then every window with
+    one, two, four ... and all outcomes."""
+    options = [(0, 1)]
     for masks in range(1, window + 1):
         counts = {1, 2, 4, 8, 16, 32, masks + 1}
         options += [
-            Uniform(masks, count)
+            (masks, count)
             for count in sorted(counts)
             if count <= masks + 1 and 1 + masks + count * masks <= most_rows
         ]
@@ -384,9 +362,9 @@ def verified_level(threshold: float, points_lost: float, rates: Sequence[float])
     It has every window and number of groups that no other beats in both rows and tokens.
     """
     shapes = []
-    for uniform in all_uniform(len(rates), _MOST_ROWS):
-        each = expected(uniform, rates)
-        shapes.append(Shape(uniform.window, each.rows, each.tokens))
+    for window, groups in all_uniform(len(rates), _MOST_ROWS):
+        tokens, rows = expected(window, groups, rates)
+        shapes.append(Shape(window, rows, tokens))
     return Level(threshold, points_lost, _undominated(shapes))
 
 
@@ -404,7 +382,7 @@ def acceptance_rate(mode: str, tokens_per_forward: float, window: int, groups: i
 
     def tokens(rate: float) -> float:
         if mode == "verified":
-            return expected(Uniform(window, groups), [rate] * window).tokens
+            return expected(window, groups, [rate] * window)[0]
         return 1 + sum(accumulate([rate] * window, mul))
 
     low, high = 0.0, 1.0
@@ -425,35 +403,25 @@ def levels_of(frontier: Frontier, mode: str, depth: int) -> tuple[Level, ...]:
     if mode == "confidence":
         points = [p for p in points if p.threshold != 1 and p.mode["measure"] == "probability"]
         first = [Level(1.0, 0.0, ())]
-    else:
+    elif any(p.threshold == 1 for p in points):
         first = []
-        if all(p.threshold != 1 for p in points):
-            raise ConfigError(f"the frontier has no point {mode} 1; evaluate that too")
-    points = _one_each(points, depth)
-    lost = accumulate((max(0.0, point.points_lost) for point in points), max)
-    pairs = zip(points, lost, strict=True)
-    return (*first, *(_level_of(mode, point, points_lost, depth) for point, points_lost in pairs))
-
-
-def _one_each(points: Iterable[FrontierPoint], depth: int) -> list[FrontierPoint]:
-    """One point for each threshold, by falling threshold."""
+    else:
+        raise ConfigError(f"the frontier has no point {mode} 1; evaluate that too")
 
     def standing(point: FrontierPoint) -> tuple[bool, float]:
         return point.mode.get("window") in (None, depth), point.tokens_per_forward
 
     best = {point.threshold or 0.0: point for point in sorted(points, key=standing)}
-    return [best[threshold] for threshold in sorted(best, reverse=True)]
-
-
-def _level_of(mode: str, point: FrontierPoint, points_lost: float, depth: int) -> Level:
-    window = point.mode.get("window") or depth
-    # As in the engine: one group where none is set, and no more groups than a step has outcomes.
-    groups = min(point.mode.get("groups") or 1, window + 1)
-    rates = [acceptance_rate(mode, point.tokens_per_forward, window, groups)] * window
     make = verified_level if mode == "verified" else confidence_level
-    threshold = point.threshold
-    assert threshold is not None
-    return make(threshold, 0.0 if threshold == 1 else points_lost, rates)
+    levels, lost = first, 0.0
+    for threshold, point in sorted(best.items(), reverse=True):
+        lost = max(lost, point.points_lost)
+        window = point.mode.get("window") or depth
+        # As in the engine: one group where none is set, no more groups than a step has outcomes.
+        groups = min(point.mode.get("groups") or 1, window + 1)
+        rate = acceptance_rate(mode, point.tokens_per_forward, window, groups)
+        levels.append(make(threshold, 0.0 if threshold == 1 else lost, [rate] * window))
+    return tuple(levels)
 
 
 def _undominated(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
@@ -531,9 +499,6 @@ def contradiction(model: ServiceModel, rows: int, time_per_token_s: float) -> st
 
 
 Engine = TypeVar("Engine", bound=EngineConfig | VllmConfig)
-# Most rows of a step that are chosen. Each row more saves little by then, and its activations need
-# memory.
-_MOST_STEP_ROWS = 2048
 
 
 def with_room(engine: Engine) -> Engine:

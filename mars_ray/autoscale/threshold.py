@@ -151,15 +151,8 @@ class Rung:
 def ladder(model: ServiceModel, config: ScalingConfig, traffic: Traffic) -> tuple[Rung, ...]:
     """The set-point first, then every lower threshold that carries more than the one before."""
     floors = tuple(sorted(config.quality_classes.items()))
-    bounds = config.threshold
-    return _ladder(
-        model,
-        traffic.rounded(),
-        bounds.set_point,
-        bounds.floor,
-        floors,
-        config.slo.time_per_token_s,
-    )
+    time_s, bounds = config.slo.time_per_token_s, config.threshold
+    return _ladder(model, traffic.rounded(), bounds.set_point, bounds.floor, floors, time_s)
 
 
 # A fleet's traffic changes slowly: a service uses one entry, simulations use the others.
@@ -176,18 +169,15 @@ def _ladder(
     rungs: list[Rung] = []
     for threshold in [set_point, *lower]:
         rung = _rung(model, traffic, threshold, dict(class_floors), time_per_token_s)
-        if not rungs or _worth(rung, rungs[-1]):
+        if not rungs:
+            rungs.append(rung)
+            continue
+        # Answers in time have to outweigh the additional wrong ones. In an overload a late answer
+        # is worth nothing, so a percent more capacity is worth a point.
+        gain = rung.requests_per_s / rungs[-1].requests_per_s - 1
+        if gain > max(_LEAST_GAIN, (rung.points_lost - rungs[-1].points_lost) / 100):
             rungs.append(rung)
     return tuple(rungs)
-
-
-def _worth(rung: Rung, above: Rung) -> bool:
-    """Whether a rung's answers in time outweigh its additional wrong answers.
-
-    In an overload a late answer is worth nothing, so a percent more capacity is worth a point.
-    """
-    gain = rung.requests_per_s / above.requests_per_s - 1
-    return gain > max(_LEAST_GAIN, (rung.points_lost - above.points_lost) / 100)
 
 
 def _rung(
@@ -282,7 +272,9 @@ def steer(quality: Quality, rungs: Sequence[Rung], pressure: Pressure, dt: float
         return replace(quality, threshold=now.threshold, better_s=0.0)
     wanted = next((rung for rung in rungs if pressure.enough(rung)), rungs[-1])
     if wanted.threshold < now.threshold:
-        return _lower(quality, now, wanted)
+        if quality.since_lower_s < LOWER_DWELL_S:
+            return replace(quality, threshold=now.threshold, better_s=0.0)
+        return replace(quality, threshold=wanted.threshold, better_s=0.0, since_lower_s=0.0)
     safe = next((rung for rung in rungs if pressure.lasting(rung)), rungs[-1])
     if safe.threshold <= now.threshold:
         return replace(quality, threshold=now.threshold, better_s=0.0)
@@ -294,12 +286,6 @@ def steer(quality: Quality, rungs: Sequence[Rung], pressure: Pressure, dt: float
     return replace(
         quality, threshold=now.threshold, better_s=quality.better_s + dt, better_threshold=better
     )
-
-
-def _lower(quality: Quality, now: Rung, wanted: Rung) -> Quality:
-    if quality.since_lower_s < LOWER_DWELL_S:
-        return replace(quality, threshold=now.threshold, better_s=0.0)
-    return replace(quality, threshold=wanted.threshold, better_s=0.0, since_lower_s=0.0)
 
 
 def current(rungs: Sequence[Rung], threshold: float | None) -> Rung:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -80,7 +80,6 @@ class LocalCluster:
 
     @property
     def alive(self) -> int:
-        """Number of nodes that run."""
         return sum(node.is_alive for node in self.nodes)
 
 
@@ -102,15 +101,17 @@ def up(plan: Plan, directory: Path) -> LocalCluster:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unusable(directory, error) from error
-    token = _token()
+    # The token of this user's clusters, created if there is none; Ray's clients find it.
+    ask_for_token()
+    command = [*_RAY, "get-auth-token", "--generate"]
+    made = subprocess.run(command, check=True, capture_output=True, text=True)
+    token = made.stdout.strip()
     dashboard = f"http://{LOOPBACK}:{plan.dashboard_port}"
     cluster = LocalCluster(f"{LOOPBACK}:{plan.port}", dashboard, ())
     try:
         # One after the other: together they would start dozens of processes on few cores.
         while len(cluster.nodes) < plan.nodes:
-            agent = free_port()
-            options = _options(plan, len(cluster.nodes), agent)
-            cluster = _joined(cluster, options, directory, _is_up(cluster, agent, token))
+            cluster = _joined(cluster, plan, directory, token)
         return cluster
     except BaseException:
         if find(directory) is not None:
@@ -148,16 +149,24 @@ def find(directory: Path) -> LocalCluster | None:
         raise ClusterError(f"{path} is damaged ({error}); remove it") from error
 
 
-def _joined(
-    cluster: LocalCluster, options: list[str], directory: Path, is_up: Callable[[], bool]
-) -> LocalCluster:
-    """The cluster with one more node, which is up."""
-    number = len(cluster.nodes)
+def _joined(cluster: LocalCluster, plan: Plan, directory: Path, token: str) -> LocalCluster:
+    """The cluster with one more node, which is up: the head once its dashboard, which accepts jobs,
+    and its agent, which starts them, answer; others once the cluster counts them."""
+    number, agent_port = len(cluster.nodes), free_port()
+    options = _options(plan, number, agent_port)
+    parts = (
+        f"{cluster.dashboard}/api/gcs_healthz",
+        f"http://{LOOPBACK}:{agent_port}/api/local_raylet_healthz",
+    )
     for _ in range(_TRIES):
         grown = _with_node(cluster, options, directory)
         deadline = time.monotonic() + _START_S
         while grown.nodes[-1].is_alive:
-            if is_up():
+            if number == 0:
+                is_up = all(map(_answers, parts))
+            else:
+                is_up = _registered(cluster.dashboard, token) == number + 1
+            if is_up:
                 return grown
             if time.monotonic() > deadline:
                 raise ClusterError(
@@ -225,23 +234,6 @@ def _options(plan: Plan, number: int, agent_port: int) -> list[str]:
         f"--ray-client-server-port={free_port()}",
         *options,
     ]
-
-
-def _is_up(cluster: LocalCluster, agent_port: int, token: str) -> Callable[[], bool]:
-    """Whether the next node is up: of the head its dashboard, which accepts jobs, and its agent,
-    which starts them; of others that the cluster counts them."""
-    if cluster.nodes:
-        return lambda: _registered(cluster.dashboard, token) == len(cluster.nodes) + 1
-    agent = f"http://{LOOPBACK}:{agent_port}/api/local_raylet_healthz"
-    parts = f"{cluster.dashboard}/api/gcs_healthz", agent
-    return lambda: all(map(_answers, parts))
-
-
-def _token() -> str:
-    """The token of this user's clusters, created if there is none; Ray's clients find it."""
-    ask_for_token()
-    command = [*_RAY, "get-auth-token", "--generate"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _ray_directory() -> Path:

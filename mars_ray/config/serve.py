@@ -114,57 +114,37 @@ class ServedModel(Config):
     )
 
     @model_validator(mode="after")
-    def _default_exists(self) -> Self:
+    def _fields_fit_together(self) -> Self:
         if self.default_quality not in self.qualities:
             raise ValueError(f"default_quality {self.default_quality!r} is not among qualities")
-        return self
-
-    @model_validator(mode="after")
-    def _settings_have_an_effect(self) -> Self:
-        if self.scaling.quality_classes:
+        scaling, gpus, workers = self.scaling, self.gpus_per_replica, self.engine.workers
+        if scaling.quality_classes:
             raise ValueError("a service's classes are its `qualities`: leave quality_classes out")
-        if self.replicas == "auto":
-            return self
-        # A resolved job has all fields, and must remain loadable.
-        scaling = self.scaling
-        if scaling != ScalingConfig(threshold=scaling.threshold, slo=scaling.slo):
-            raise ValueError(
-                "with a fixed number of replicas, only `scaling.threshold` and `scaling.slo` have "
-                "an effect"
-            )
-        if self.service_model:
-            raise ValueError("`service_model` has no effect with a fixed number of replicas")
-        return self
-
-    @model_validator(mode="after")
-    def _engine_decodes_default_mode(self) -> Self:
+        if self.replicas != "auto":
+            # A resolved job has all fields, and must remain loadable.
+            if scaling != ScalingConfig(threshold=scaling.threshold, slo=scaling.slo):
+                raise ValueError(
+                    "with a fixed number of replicas, only `scaling.threshold` and `scaling.slo` "
+                    "have an effect"
+                )
+            if self.service_model:
+                raise ValueError("`service_model` has no effect with a fixed number of replicas")
         if self.default_mode and (problem := self.engine.unsupported(self.default_mode)):
             raise ValueError(f"default_mode: {problem}")
-        return self
-
-    @model_validator(mode="after")
-    def _workers_have_gpus(self) -> Self:
-        workers = self.engine.workers
-        if workers == 1:
-            return self
-        if self.gpus_per_replica not in (None, 0, workers):
+        if workers > 1 and gpus not in (None, 0, workers):
             raise ValueError(
-                f"gpus_per_replica {self.gpus_per_replica:g}: the engine's {workers} workers need "
-                f"a GPU each, so write {workers}, or 0 to run on CPUs"
+                f"gpus_per_replica {gpus:g}: the engine's {workers} workers need a GPU each, so "
+                f"write {workers}, or 0 to run on CPUs"
             )
-        if self.gpus_per_replica and self.max_replicas_per_node:
+        if workers > 1 and gpus and self.max_replicas_per_node:
             raise ValueError(
                 "max_replicas_per_node has no effect on replicas of several GPUs, which Ray places "
                 "as a group: leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _device_has_gpus(self) -> Self:
         device = self.engine.device if isinstance(self.engine, EngineConfig) else "auto"
-        if device == "cpu" and self.gpus_per_replica:
+        if device == "cpu" and gpus:
             raise ValueError("gpus_per_replica has no effect with engine.device 'cpu'")
-        if device == "cuda" and self.gpus_per_replica == 0:
+        if device == "cuda" and gpus == 0:
             raise ValueError("gpus_per_replica 0 leaves no GPU for engine.device 'cuda'")
         return self
 

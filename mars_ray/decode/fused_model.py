@@ -40,7 +40,7 @@ class Attention(Protocol):
 
 
 class FusedModel:
-    """A model of `load.ARCHITECTURES`, whose matrices it joins and shares.
+    """A model of `directory.ARCHITECTURES`, whose matrices it joins and shares.
 
     Rows see everything before them, so a sliding window has to cover the context."""
 

@@ -6,17 +6,21 @@ what decoding needs and the Hugging Face files of a model do not have.
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from mars_ray.errors import ModelError
 from mars_ray.storage.hub import missing
 
+# transformers' model types, and their names in messages.
+ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
 CONFIG_FILE = "config.json"
 DRAFT_CARD_FILE = "draft.json"
+DRAFT_FORMAT = 1
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # A safetensors file: eight bytes with the header's length, the header (JSON), the tensors' bytes.
@@ -32,6 +36,32 @@ def check_config(directory: Path, called: str) -> None:
     """Raises ModelError if there is no configuration."""
     if not (directory / CONFIG_FILE).is_file():
         raise ModelError(f"{called} has no {CONFIG_FILE}: it is no model directory")
+
+
+def check_supported(config: Mapping[str, Any], called: str) -> None:
+    """Raises ModelError for the configuration of an unsupported architecture or quantisation."""
+    if config.get("model_type") not in ARCHITECTURES:
+        raise ModelError(
+            f"{called} is a model of type {config.get('model_type')!r}; "
+            f"supported are {', '.join(ARCHITECTURES.values())}"
+        )
+    if config.get("quantization_config"):
+        raise ModelError(
+            f"{called} is quantised, which is not supported; use the model that it was made from"
+        )
+
+
+def stored_config(directory: Path, called: str) -> dict[str, Any]:
+    """A model's configuration as its file has it, without the defaults of its architecture. Raises
+    ModelError."""
+    check_config(directory, called)
+    try:
+        config = json.loads((directory / CONFIG_FILE).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{CONFIG_FILE} of {called} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{CONFIG_FILE} of {called} holds no JSON object")
+    return config
 
 
 def no_adapter(called: str) -> ModelError:
@@ -192,3 +222,49 @@ def write_card(directory: str | Path, card: ModelCard) -> None:
         path.unlink(missing_ok=True)
         return
     path.write_text(json.dumps(asdict(card), indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCard:
+    """The purpose and the training of an adapter."""
+
+    depths: int  # most masks of a group: the block size of its training
+    base: str  # the model's name, for people
+    base_fingerprint: str  # of the base's weights
+    rank: int = 0  # 0: no LoRA
+    alpha: float = 0.0
+    targets: tuple[str, ...] = ()  # names of linear layers, as peft has them: q_proj, ...
+    head_size: int = 0  # 0: no sequential head
+    candidates: int = 64  # likeliest tokens of a mask row, among which the head chooses
+    training: dict[str, Any] = field(default_factory=dict)  # job, data, tokens seen, provenance
+
+    @property
+    def scale(self) -> float:
+        """Factor of the LoRA products."""
+        return self.alpha / self.rank if self.rank else 0.0
+
+
+def read_draft_card(directory: str | Path, called: str | None = None) -> DraftCard:
+    """The card of the adapter in a directory; `called` is its name in messages.
+
+    Raises ModelError if the directory holds no draft adapter, or one of another version.
+    """
+    name = called or str(directory)
+    path = Path(directory) / DRAFT_CARD_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content.pop("format")
+        card = DraftCard(**content | {"targets": tuple(content["targets"])})
+    except (FileNotFoundError, NotADirectoryError):
+        raise no_adapter(name) from None
+    except OSError as error:
+        raise ModelError(f"{DRAFT_CARD_FILE} of {name} cannot be read: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        said = f"{DRAFT_CARD_FILE} of {name} is not the card of a draft adapter: {error}"
+        raise ModelError(said) from error
+    if version != DRAFT_FORMAT:
+        raise ModelError(
+            f"the draft adapter {name} has format {version}; this version of mars-ray reads "
+            f"{DRAFT_FORMAT}"
+        )
+    return card

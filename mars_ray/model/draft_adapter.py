@@ -15,7 +15,7 @@ product), I inputs, O outputs, M rows.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,13 @@ from torch import Tensor
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
 from mars_ray.files import remedy, replaced_directory
-from mars_ray.model.directory import DRAFT_CARD_FILE, fingerprint, no_adapter
+from mars_ray.model.directory import (
+    DRAFT_CARD_FILE,
+    DRAFT_FORMAT,
+    DraftCard,
+    fingerprint,
+    read_draft_card,
+)
 
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DRAFT_WEIGHTS = "draft.safetensors"
@@ -39,7 +45,6 @@ _HEAD = {
     "depth_DK": "head.depth.weight",
     "out_HK": "head.out.weight",
 }
-_FORMAT = 1
 
 
 class Lora(NamedTuple):
@@ -47,26 +52,6 @@ class Lora(NamedTuple):
 
     down_RI: Tensor
     up_OR: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCard:
-    """The purpose and the training of an adapter."""
-
-    depths: int  # most masks of a group: the block size of its training
-    base: str  # the model's name, for people
-    base_fingerprint: str  # of the base's weights (`model.directory`)
-    rank: int = 0  # 0: no LoRA
-    alpha: float = 0.0
-    targets: tuple[str, ...] = ()  # names of linear layers, as peft has them: q_proj, ...
-    head_size: int = 0  # 0: no sequential head
-    candidates: int = 64  # likeliest tokens of a mask row, among which the head chooses
-    training: dict[str, Any] = field(default_factory=dict)  # job, data, tokens seen, provenance
-
-    @property
-    def scale(self) -> float:
-        """Factor of the LoRA products."""
-        return self.alpha / self.rank if self.rank else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +91,7 @@ def _write(directory: Path, adapter: DraftAdapter) -> None:
         (directory / _PEFT_CONFIG).write_text(config, encoding="utf-8")
         save_file(_stored(lora), directory / _PEFT_WEIGHTS)
     save_file(_stored(own), directory / _DRAFT_WEIGHTS)
-    text = json.dumps({"format": _FORMAT} | asdict(card), indent=2) + "\n"
+    text = json.dumps({"format": DRAFT_FORMAT} | asdict(card), indent=2) + "\n"
     (directory / DRAFT_CARD_FILE).write_text(text, encoding="utf-8")
     # safetensors makes files readable for their owner only; a server may run as another user.
     mode = (directory / DRAFT_CARD_FILE).stat().st_mode
@@ -130,32 +115,6 @@ def _peft_config(card: DraftCard) -> dict[str, Any]:
         "target_modules": list(card.targets),
         "inference_mode": True,
     }
-
-
-def read_draft_card(directory: str | Path, called: str | None = None) -> DraftCard:
-    """The card of the adapter in a directory; `called` is its name in messages.
-
-    Raises ModelError if the directory holds no draft adapter, or one of another version.
-    """
-    name = called or str(directory)
-    path = Path(directory) / DRAFT_CARD_FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        version = content.pop("format")
-        card = DraftCard(**content | {"targets": tuple(content["targets"])})
-    except (FileNotFoundError, NotADirectoryError):
-        raise no_adapter(name) from None
-    except OSError as error:
-        raise ModelError(f"{DRAFT_CARD_FILE} of {name} cannot be read: {error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        said = f"{DRAFT_CARD_FILE} of {name} is not the card of a draft adapter: {error}"
-        raise ModelError(said) from error
-    if version != _FORMAT:
-        raise ModelError(
-            f"the draft adapter {name} has format {version}; this version of mars-ray reads "
-            f"{_FORMAT}"
-        )
-    return card
 
 
 def read_draft_adapter(

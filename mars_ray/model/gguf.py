@@ -31,7 +31,8 @@ from transformers import (
 )
 
 from mars_ray.errors import ModelError
-from mars_ray.model.load import ARCHITECTURES, check_report, opened
+from mars_ray.model.directory import ARCHITECTURES
+from mars_ray.model.load import check_report, opened
 
 SUFFIX = ".gguf"
 

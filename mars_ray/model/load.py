@@ -33,6 +33,7 @@ from mars_ray.model.directory import (
     CONFIG_FILE,
     ModelCard,
     check_config,
+    check_supported,
     read_card,
     weight_files,
     write_card,
@@ -40,9 +41,6 @@ from mars_ray.model.directory import (
 from mars_ray.storage.hub import missing
 
 log = logging.getLogger(__name__)
-
-# transformers' model types, and their names in messages.
-ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
 
 # Errors of transformers on files that are missing, damaged or of another shape (RuntimeError), and
 # on values that it does not check.
@@ -156,15 +154,7 @@ def read_config(
         lambda: AutoConfig.from_pretrained(directory, revision=revision, trust_remote_code=False),
         revision,
     )
-    if config.model_type not in ARCHITECTURES:
-        raise ModelError(
-            f"{name} is a model of type {config.model_type!r}; "
-            f"supported are {', '.join(ARCHITECTURES.values())}"
-        )
-    if getattr(config, "quantization_config", None):
-        raise ModelError(
-            f"{name} is quantised, which is not supported; use the model that it was made from"
-        )
+    check_supported(config.to_dict(), name)
     return config
 
 
@@ -216,7 +206,7 @@ def opened(
         ) from error
 
 
-# The output projection's name in all of `ARCHITECTURES`.
+# The output projection's name in all of `directory.ARCHITECTURES`.
 _HEAD = "lm_head.weight"
 
 

@@ -1,6 +1,8 @@
 """Inspects, fetches and exports models and draft adapters at their places (`storage.place`).
 
 Only the files that a model needs are fetched: weights in safetensors, and its JSON and text files.
+Torch is imported where weights are read, and transformers for a whole configuration: both take
+seconds, and a driver that deploys a service seldom needs them.
 """
 
 import hashlib
@@ -13,12 +15,14 @@ from mars_ray.model.directory import (
     CARD_FILE,
     CONFIG_FILE,
     DRAFT_CARD_FILE,
+    DraftCard,
     ModelCard,
     check_complete,
+    check_supported,
     read_card,
+    read_draft_card,
+    stored_config,
 )
-from mars_ray.model.draft_adapter import DraftCard, read_draft_adapter, read_draft_card
-from mars_ray.model.load import read_config
 from mars_ray.storage import copies
 from mars_ray.storage.copies import Directory
 from mars_ray.storage.place import Place, shown
@@ -37,8 +41,18 @@ def pinned(place: Place) -> tuple[Place, ModelCard]:
         return known, read_card(directory, called=shown(place.name))
 
 
+def check_architecture(place: Place) -> None:
+    """Raises ModelError for a model that the decoding engine does not support; only its
+    configuration is fetched."""
+    with copies.pinned(place, CONFIG_FILE) as (_, directory):
+        called = shown(place.name)
+        check_supported(stored_config(directory, called), called)
+
+
 def config_of(place: Place) -> Any:
     """The model's configuration; nothing else is fetched. Raises ModelError."""
+    from mars_ray.model.load import read_config
+
     with copies.pinned(place, CONFIG_FILE) as (_, directory):
         return read_config(directory, called=shown(place.name))
 
@@ -115,5 +129,15 @@ def _check_model(directory: Path, called: str) -> None:
     read_card(directory, called)
 
 
+def check_adapter(name: str, cache: str, base: str | None) -> None:
+    """Reads a draft adapter in full. Raises ModelError, also if it is not for the model in the
+    directory `base`."""
+    from mars_ray.model.draft_adapter import read_draft_adapter
+
+    read_draft_adapter(local_adapter(name, cache), base)
+
+
 def _check_adapter(directory: Path, _called: str) -> None:
+    from mars_ray.model.draft_adapter import read_draft_adapter
+
     read_draft_adapter(directory, base=None)

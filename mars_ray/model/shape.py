@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -48,11 +46,13 @@ class ModelShape:
 
 def shape_of(directory: str | Path) -> ModelShape:
     """The shape of the model in a directory."""
+    from transformers import AutoConfig  # takes seconds, and the rest needs none
+
     return shape_of_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
 
 
 def shape_of_config(config: Any) -> ModelShape:
-    """The shape of a model of one of `load.ARCHITECTURES`."""
+    """The shape of a model of one of `directory.ARCHITECTURES`."""
     given = config.to_dict()
     size = given.get("head_dim") or config.hidden_size // config.num_attention_heads
     return ModelShape(

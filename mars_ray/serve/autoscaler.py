@@ -19,6 +19,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from mars_ray.autoscale.policy import Decision, State, decide
 from mars_ray.autoscale.sample import Collector, ReplicaCounts, Report, step_costs
 from mars_ray.autoscale.service_model import ServiceModel, sized
+from mars_ray.autoscale.threshold import SetPoint
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.vllm import ServedEngine
@@ -83,7 +84,14 @@ class Autoscaler:
         self._measures_steps = measures_steps
         self._collector = Collector(self._config.cold_start_s)
         self._memory = Path(memory).expanduser()
-        self._state = _learnt(self._memory)
+        self._state = State()
+        try:
+            self._state = State.from_json(self._memory.read_text("utf-8"))
+            logger.info("the policy goes on from %s", self._memory)
+        except FileNotFoundError:
+            pass
+        except (OSError, UnicodeDecodeError, DataError) as error:
+            logger.warning("%s: %s; the policy begins with nothing learnt", self._memory, error)
         self._keep_s = time.monotonic() + _KEEP_S
         # Build time 0, so that a setting from a replica, which knows the real one, is newer.
         setting = Setting(0.0, self._config.threshold.set_point, is_auto=True)
@@ -113,61 +121,41 @@ class Autoscaler:
         reports = reports_of(context)
         running, target = context.current_num_replicas, context.target_num_replicas
         sample = self._collector.sample(reports, running, target, now, time.time())
-        self._take_step_costs(reports)
-        decision = decide(sample, self._state, self._config, self._model, now)
-        self._state = decision.state
-        self._keep(now)
-        self._publish(decision)
-        self._decision = decision
-
-    def _take_step_costs(self, reports: dict[str, Report]) -> None:
-        """Takes, once, the step costs that replicas measure at their start; they do not change."""
+        # Replicas measure them at their start, and they do not change.
         if self._measures_steps and (costs := step_costs(reports.values())):
             model = replace(self._model, seconds_at=costs)
             self._model = sized(model, self._engine, self._config.slo.time_per_token_s)
             self._measures_steps = False
-
-    def _keep(self, now: float) -> None:
-        """Writes, once a minute, what has been learnt."""
-        if now < self._keep_s:
-            return
-        self._keep_s = now + _KEEP_S
-        try:
-            self._memory.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._memory, self._state.to_json())
-        except OSError as error:
-            logger.warning("what the policy has learnt cannot be kept: %s", error)
+        decision = decide(sample, self._state, self._config, self._model, now)
+        self._state = decision.state
+        if now >= self._keep_s:
+            self._keep_s = now + _KEEP_S
+            try:
+                self._memory.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(self._memory, self._state.to_json())
+            except OSError as error:
+                logger.warning("what the policy has learnt cannot be kept: %s", error)
+        self._publish(decision)
+        self._decision = decision
 
     def _publish(self, decision: Decision) -> None:
         """Sends the decision to the model's actor, without waiting for it to arrive."""
-        set_point = decision.set_point
-        if set_point is None:
+        threshold = decision.threshold_setpoint
+        if threshold is None:
             return
+        set_point = SetPoint(threshold, decision.shed, decision.rungs)
         needed, feedback = decision.needed, decision.state.feedback
         decided = Decided(
             at_s=time.time(),
             replicas=decision.replicas,
-            threshold=set_point.threshold,
-            shed=set_point.shed,
+            threshold=threshold,
+            shed=decision.shed,
             reason=decision.reason,
             utilisation=feedback.utilisation,
             floor_replicas=needed.floor / needed.utilisation if needed else 0.0,
             error_budget_spent=feedback.spent(self._config.slo.attainment),
         )
         self._control().publish.remote(set_point, decided)
-
-
-def _learnt(memory: Path) -> State:
-    """A state that goes on from this file; an empty one without it."""
-    try:
-        state = State.from_json(memory.read_text("utf-8"))
-    except FileNotFoundError:
-        return State()
-    except (OSError, UnicodeDecodeError, DataError) as error:
-        logger.warning("%s: %s; the policy begins with nothing learnt", memory, error)
-        return State()
-    logger.info("the policy goes on from %s", memory)
-    return state
 
 
 def reports_of(context: AutoscalingContext) -> dict[str, Report]:

@@ -177,42 +177,39 @@ def _command(conversation: Conversation, text: str) -> str:
             conversation.last = None
             return "a new conversation with these instructions"
         case "/model", chosen:
-            return _choose_model(conversation, chosen)
+            try:
+                names = models(conversation.url, conversation.api_key)
+            except EngineError as error:
+                return str(error)
+            if chosen in names:
+                conversation.model, conversation.last = chosen, None
+            return f"asking {conversation.model}; there are {', '.join(names)}"
         case "/mode" | "/threshold" | "/temperature", "default":
             conversation.settings.pop(name[1:], None)
         case "/mode", mode if mode:
             conversation.settings["mode"] = mode
-        case "/threshold" | "/temperature", number if _is_number(number):
-            conversation.settings[name[1:]] = float(number)
+        case "/threshold" | "/temperature", number:
+            try:
+                conversation.settings[name[1:]] = float(number)
+            except ValueError:
+                return _HELP
         case _:
             return _HELP
     settings = conversation.settings or "the service's own"
     return f"settings: {settings}"
 
 
-def _choose_model(conversation: Conversation, chosen: str) -> str:
-    try:
-        names = models(conversation.url, conversation.api_key)
-    except EngineError as error:
-        return str(error)
-    if chosen in names:
-        conversation.model, conversation.last = chosen, None
-    return f"asking {conversation.model}; there are {', '.join(names)}"
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _show(conversation: Conversation, text: str, console: Console) -> None:
     asked = [*conversation.messages, {"role": "user", "content": text}]
     conversation.last = answered = _read(conversation.ask(text), asked, console)
     if answered:
-        console.print(_figures(conversation, answered), style="dim", highlight=False)
+        usage = answered.usage
+        figures = (
+            f"{usage['completion_tokens']} tokens, {answered.rate:.0f} a second, "
+            f"{usage['mars']['tokens_per_forward']:.2f} a forward{conversation.mean(usage)}, "
+            f"{answered.how}"
+        )
+        console.print(figures, style="dim", highlight=False)
 
 
 def _read(
@@ -250,15 +247,6 @@ def _read(
         return None
     rate = (tokens - first[1]) / max(1e-3, last_s - first[0])
     return Answered(asked, said, rate, usage)
-
-
-def _figures(conversation: Conversation, answered: Answered) -> str:
-    usage = answered.usage
-    return (
-        f"{usage['completion_tokens']} tokens, {answered.rate:.0f} a second, "
-        f"{usage['mars']['tokens_per_forward']:.2f} a forward{conversation.mean(usage)}, "
-        f"{answered.how}"
-    )
 
 
 def _compare(conversation: Conversation, console: Console) -> None:

@@ -35,9 +35,13 @@ from mars_ray.config.vllm import VllmConfig
 from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import check_context, window_of
 from mars_ray.errors import CheckpointError, ConfigError, EngineError, ModelError, RequestError
-from mars_ray.model.directory import ModelCard
-from mars_ray.model.draft_adapter import DraftCard, read_draft_adapter
-from mars_ray.model.places import config_of, local_adapter, pinned, pinned_adapter
+from mars_ray.model.places import (
+    check_adapter,
+    check_architecture,
+    config_of,
+    pinned,
+    pinned_adapter,
+)
 from mars_ray.serve.autoscaler import autoscaling
 from mars_ray.serve.ingress.auth import ApiKeys
 from mars_ray.serve.ingress.deployment import Ingress, Running
@@ -87,7 +91,6 @@ def build_app(job: ServeJob) -> serve.Application:
 
 
 def _built(job: ServeJob) -> serve.Application:
-    """The application of a checked job."""
     models = job.each()
     for name, model in models.items():
         most = model.most_replicas
@@ -109,106 +112,78 @@ def _built(job: ServeJob) -> serve.Application:
 
 def _replicas(job: ServeJob, built_s: float) -> serve.Application:
     """The deployment of a job's one model."""
+    options: dict[str, Any] = {
+        "num_cpus": job.cpus_per_replica,
+        "num_gpus": job.gpus_per_replica or 0,
+        "resources": job.resources_per_replica,
+        "runtime_env": {"env_vars": _ENV | job.environment},
+    }
+    if isinstance(job.engine, VllmConfig) and job.engine.py_executable:
+        options["runtime_env"]["py_executable"] = job.engine.py_executable
+    placement: dict[str, Any] = {}
+    if job.engine.workers > 1 and job.gpus_per_replica:
+        # The replica's own process has no GPU: each of the engine's workers, actors of Ray too, has
+        # one. Layers that are shared talk all the time, so those workers are on one machine.
+        options["num_gpus"] = 0
+        own = {"CPU": job.cpus_per_replica, **job.resources_per_replica, "GPU": 1.0}
+        others: list[dict[str, float]] = [{"GPU": 1.0} for _ in range(job.engine.workers - 1)]
+        is_split = job.engine.pipeline_parallel_size > 1
+        placement["placement_group_bundles"] = [own, *others]
+        placement["placement_group_strategy"] = "PACK" if is_split else "STRICT_PACK"
+    count: dict[str, Any] = {"num_replicas": job.replicas}
+    if job.replicas == "auto":
+        count = {"autoscaling_config": autoscaling(job, service_model(job))}
     # Ray's annotation lacks its own default, None.
     per_node: Any = job.max_replicas_per_node
     replica = serve.deployment(
         name=job.deployment,
         max_replicas_per_node=per_node,
-        **_how_many(job),
+        **count,
         max_ongoing_requests=_places(job),
         request_router_config=_ROUTERS[job.router],
         **_life(job),
-        **_placement(job),
-        ray_actor_options=_actor_options(job),
+        **placement,
+        ray_actor_options=options,
     )(Replica)
     return replica.bind(job, Setting.of(job, built_s))
 
 
-def _how_many(job: ServeJob) -> dict[str, Any]:
-    if job.replicas == "auto":
-        return {"autoscaling_config": autoscaling(job, service_model(job))}
-    return {"num_replicas": job.replicas}
-
-
 def service_model(job: ServeJob) -> ServiceModel:
-    """The service model by which the replicas are scaled, for steps of this job's engine.
+    """The service model by which the replicas are scaled, for steps of this job's engine: the
+    operator's, or one from the frontier beside the checkpoint.
 
     Raises ConfigError.
     """
-    return sized(_given(job), job.engine, job.scaling.slo.time_per_token_s)
-
-
-def _given(job: ServeJob) -> ServiceModel:
-    """The operator's service model, or one from the frontier beside the checkpoint."""
+    engine, time_s = job.engine, job.scaling.slo.time_per_token_s
+    # Whether the set-point moves requests that name no mode by the rule of `confidence`.
+    follows_confidence = job.mode.is_elastic and job.mode.commits_unseen
     if job.service_model:
         given = load_service_model(job.service_model)
-        if job.mode.is_elastic and (given.mode == "confidence") != _follows_confidence(job):
+        if job.mode.is_elastic and (given.mode == "confidence") != follows_confidence:
             raise ConfigError(
                 f"service_model {job.service_model} tells what thresholds of {given.mode!r} are "
                 f"worth, and this service moves those of {job.mode.type!r}: name another "
                 "service_model or default_mode"
             )
-        return given
+        return sized(given, engine, time_s)
     source, card = pinned(Place(job.checkpoint, job.revision))
     place, depth = source.name, card.block_size
-    if job.engine.draft_adapter:
-        place, draft_card = pinned_adapter(job.engine.draft_adapter)
+    if engine.draft_adapter:
+        place, draft_card = pinned_adapter(engine.draft_adapter)
         depth = draft_card.depths
     try:
         frontier = read_frontier(place)
     except CheckpointError as error:
         logger.info("only lossless levels for autoscaling: %s", error)
         frontier = None
-    mode = "confidence" if _follows_confidence(job) else "verified"
-    return prior_model(job.name, frontier, depth, job.engine.max_batch, mode)
-
-
-def _follows_confidence(job: ServeJob) -> bool:
-    """Whether the set-point moves requests that name no mode by the rule of `confidence`."""
-    return job.mode.is_elastic and job.mode.commits_unseen
+    mode = "confidence" if follows_confidence else "verified"
+    return sized(prior_model(job.name, frontier, depth, engine.max_batch, mode), engine, time_s)
 
 
 def _places(job: ServeJob) -> int:
     """Serve's limit of requests at a replica. Our own limit is lower and answers with a 429; a
     request that Serve holds back would wait unseen."""
     return job.engine.max_batch + job.limits.waiting_requests + _REFUSAL_PLACES
-
-
-def _placement(job: ServeJob) -> dict[str, Any]:
-    """The placement group of a replica whose engine has several GPUs.
-
-    The replica's own process has no GPU: each of the engine's workers, actors of Ray too, has one.
-    Layers that are shared talk all the time, so those workers are on one machine.
-    """
-    if not _is_group(job):
-        return {}
-    own = {"CPU": job.cpus_per_replica, **job.resources_per_replica}
-    others: list[dict[str, float]] = [{"GPU": 1.0} for _ in range(job.engine.workers - 1)]
-    is_split = job.engine.pipeline_parallel_size > 1
-    return {
-        "placement_group_bundles": [own | {"GPU": 1.0}, *others],
-        "placement_group_strategy": "PACK" if is_split else "STRICT_PACK",
-    }
-
-
-def _is_group(job: ServeJob) -> bool:
-    return job.engine.workers > 1 and bool(job.gpus_per_replica)
-
-
-def _actor_options(job: ServeJob) -> dict[str, Any]:
-    return {
-        "num_cpus": job.cpus_per_replica,
-        "num_gpus": 0 if _is_group(job) else job.gpus_per_replica or 0,
-        "resources": job.resources_per_replica,
-        "runtime_env": _runtime_env(job),
-    }
-
-
-def _runtime_env(job: ServeJob) -> dict[str, Any]:
-    runtime_env: dict[str, Any] = {"env_vars": _ENV | job.environment}
-    if isinstance(job.engine, VllmConfig) and job.engine.py_executable:
-        runtime_env["py_executable"] = job.engine.py_executable
-    return runtime_env
 
 
 def _life(job: ServeJob) -> dict[str, Any]:
@@ -315,48 +290,28 @@ def _checked_model(job: ServeJob) -> ServeJob:
     source, card = pinned(Place(job.checkpoint, job.revision))
     engine = job.engine
     if engine.draft_adapter:
-        place, draft_card = _checked_adapter(job, source)
+        # Whether it is for this model depends on the model's weights, which are read here only if
+        # they are in a directory; otherwise the replicas check it.
+        is_here = not source.is_uri and not source.is_on_hub
+        place, draft_card = pinned_adapter(engine.draft_adapter)
+        check_adapter(place, job.model_cache, source.name if is_here else None)
         card = replace(card, block_size=draft_card.depths)
         engine = engine.model_copy(update={"draft_adapter": place})
-    _check_default_mode(job, card)
+    if mode := job.default_mode:
+        # An unnamed one is `verified`, and `exact` where that needs an adapter and has none. The
+        # replicas decide that (`serve/replica/llm_server.py`), because an adapter may come later.
+        if not mode.is_served:
+            raise ConfigError(f"default_mode {mode.type!r} is not served; use 'verified'")
+        try:
+            window_of(mode, card)
+        except RequestError as error:
+            raise ConfigError(f"default_mode of {shown(job.checkpoint)}: {error}") from error
     if isinstance(engine, EngineConfig):  # vLLM checks it itself, for more architectures
-        check_context(engine.max_context, config_of(source))
-    return job.model_copy(
-        update={
-            "checkpoint": source.name,
-            "revision": source.revision,
-            "engine": engine,
-        }
-    )
-
-
-def _checked_adapter(job: ServeJob, base: Place) -> tuple[str, DraftCard]:
-    """The draft adapter's pinned name, and its card. Raises ModelError.
-
-    The adapter is read in full. Whether it is for this model depends on the model's weights, which
-    are read here only if the base is a directory; otherwise the replicas check it.
-    """
-    assert job.engine.draft_adapter
-    place, card = pinned_adapter(job.engine.draft_adapter)
-    is_here = not base.is_uri and not base.is_on_hub
-    read_draft_adapter(local_adapter(place, job.model_cache), base.name if is_here else None)
-    return place, card
-
-
-def _check_default_mode(job: ServeJob, card: ModelCard) -> None:
-    """Raises ConfigError for a default mode that cannot be served.
-
-    An unnamed default is `verified`, and `exact` where that needs an adapter and has none. The
-    replicas decide that (`serve/replica/llm_server.py`), because an adapter may come later.
-    """
-    if job.default_mode is None:
-        return
-    if not job.default_mode.is_served:
-        raise ConfigError(f"default_mode {job.default_mode.type!r} is not served; use 'verified'")
-    try:
-        window_of(job.default_mode, card)
-    except RequestError as error:
-        raise ConfigError(f"default_mode of {shown(job.checkpoint)}: {error}") from error
+        check_architecture(source)
+        if engine.max_context is not None:
+            check_context(engine.max_context, config_of(source))
+    changes = {"checkpoint": source.name, "revision": source.revision, "engine": engine}
+    return job.model_copy(update=changes)
 
 
 _POLL_S = 0.1
@@ -407,7 +362,6 @@ def _serve_runs() -> bool:
 
 
 def _named_actors() -> list[dict[str, str]]:
-    """Name and namespace of each."""
     # Ray's annotation is for the other value of the argument.
     actors: Any = list_named_actors(all_namespaces=True)
     return actors

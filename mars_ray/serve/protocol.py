@@ -124,11 +124,6 @@ class GenerationRequest:
         """The request's field at fault if there are too many choices."""
         return "n" if self.n > 1 else "prompt"
 
-    @property
-    def is_forced(self) -> bool:
-        """Whether the request names the tool; OpenAI's finish reason is then not `tool_calls`."""
-        return self.tools is not None and self.tools.named is not None
-
 
 @dataclass(frozen=True, slots=True)
 class TokenText:

@@ -31,6 +31,20 @@ _WAIT_S = 30.0
 _RETRY_S = 0.5
 _ANSWER_S = 2.0
 _KEPT = 4096  # decisions of half an hour
+_GAUGES = (
+    (
+        "mars_autoscaling_utilisation",
+        "Share of a replica's modelled capacity at which requests are in time, as learnt.",
+    ),
+    (
+        "mars_autoscaling_floor_replicas",
+        "Replicas kept for what this service is known to get.",
+    ),
+    (
+        "mars_autoscaling_error_budget_spent",
+        "Late requests of the last hour over those that the objective allows.",
+    ),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +59,6 @@ class Setting:
 
     @classmethod
     def of(cls, job: ServeJob, built_s: float) -> "Setting":
-        """The setting of a job's one model."""
         return cls(built_s, job.set_point, job.replicas == "auto")
 
 
@@ -74,7 +87,11 @@ class ThresholdActor:
     def __init__(self, setting: Setting, model: str = "") -> None:
         """`model` is the label of the metrics."""
         self._setting = setting
-        self._gauges = _Gauges(model)
+        # On every Ray node's Prometheus endpoint under `ray_mars_...`.
+        self._gauges = [
+            Gauge(name, text, ("model_name",)).set_default_tags({"model_name": model})
+            for name, text in _GAUGES
+        ]
         self._news = News(secrets.randbits(48), SetPoint(setting.set_point))
         self._changed = asyncio.Event()
         self._history: deque[Decided] = deque(maxlen=_KEPT)
@@ -97,7 +114,6 @@ class ThresholdActor:
             await self.publish(SetPoint(setting.set_point))
 
     async def is_auto(self) -> bool:
-        """Whether the policy chooses the threshold."""
         return self._setting.is_auto
 
     async def publish(self, set_point: SetPoint, decided: Decided | None = None) -> None:
@@ -110,11 +126,15 @@ class ThresholdActor:
             if not self._setting.is_auto:
                 return
             self._history.append(decided)
-            self._gauges.set(decided)
+            for gauge, value in zip(
+                self._gauges,
+                (decided.utilisation, decided.floor_replicas, decided.error_budget_spent),
+                strict=True,
+            ):
+                gauge.set(value)
         self._change(replace(self._news, set_point=set_point))
 
     async def history(self) -> list[Decided]:
-        """The last decisions, oldest first."""
         return list(self._history)
 
     async def newest(self) -> Decided | None:
@@ -146,35 +166,6 @@ class ThresholdActor:
                 async with asyncio.timeout(_WAIT_S):
                     await changed.wait()
         return self._news
-
-
-class _Gauges:
-    """Metrics of the policy, on every Ray node's Prometheus endpoint under `ray_mars_...`."""
-
-    def __init__(self, model: str) -> None:
-        self._tags = {"model_name": model}
-        self._utilisation = _gauge(
-            "mars_autoscaling_utilisation",
-            "Share of a replica's modelled capacity at which requests are in time, as learnt.",
-        )
-        self._floor = _gauge(
-            "mars_autoscaling_floor_replicas",
-            "Replicas kept for what this service is known to get.",
-        )
-        self._spent = _gauge(
-            "mars_autoscaling_error_budget_spent",
-            "Late requests of the last hour over those that the objective allows.",
-        )
-
-    def set(self, decided: Decided) -> None:
-        """Exports the newest decision's."""
-        self._utilisation.set(decided.utilisation, self._tags)
-        self._floor.set(decided.floor_replicas, self._tags)
-        self._spent.set(decided.error_budget_spent, self._tags)
-
-
-def _gauge(name: str, text: str) -> Gauge:
-    return Gauge(name, text, ("model_name",))
 
 
 def control_of(model: str, setting: Setting) -> Any:

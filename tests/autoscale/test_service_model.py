@@ -17,7 +17,6 @@ from mars_ray.autoscale.service_model import (
     Mix,
     ServiceModel,
     Shape,
-    Uniform,
     acceptance_rate,
     confidence_level,
     expected,
@@ -144,7 +143,7 @@ def test_data_sheet_steps_are_the_formula():
 def test_the_one_rate_gives_the_frontier_back():
     """The rate that a T/F is read back to has that T/F at the evaluated window."""
     rate = acceptance_rate("verified", 1.8, 4)
-    assert expected(Uniform(4, 1), [rate] * 4).tokens == pytest.approx(1.8)
+    assert expected(4, 1, [rate] * 4)[0] == pytest.approx(1.8)
     rate = acceptance_rate("confidence", 1.8, 4)
     level = confidence_level(0.9, 1.0, [rate] * 4)
     assert level.tokens_per_forward(5.0) == pytest.approx(1.8)
@@ -156,7 +155,7 @@ def test_a_point_with_groups_is_read_with_them(groups, used):
     """Guards a service that counts on an eighth more than was measured: what several groups gave
     is not what one would have to give."""
     rates = [0.7] * 4
-    measured = expected(Uniform(4, used), rates).tokens
+    measured = expected(4, used, rates)[0]
     exact, point = Frontier.from_json((RESULTS / "demo.json").read_text()).points[:2]
     mode = {"type": "verified", "threshold": 1.0, "window": 4, "groups": groups}
     point = replace(point, mode=mode, tokens=round(1e6 * measured), forwards=10**6)

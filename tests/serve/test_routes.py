@@ -264,7 +264,8 @@ def test_an_engine_that_fails_answers_so(checkpoint, job, monkeypatch, caplog):
     """
     caplog.set_level(logging.CRITICAL)
     engine, tokenizer = load_engine(checkpoint, job.engine)
-    chat = LLMServer(AsyncEngine(engine), tokenizer, job)
+    running = AsyncEngine(engine)
+    chat = LLMServer(running, tokenizer, job)
 
     def broken(_meanwhile) -> list:
         raise RuntimeError("secret")
@@ -279,7 +280,7 @@ def test_an_engine_that_fails_answers_so(checkpoint, job, monkeypatch, caplog):
         chat.check_health()
     assert error_of(ask(client), 503)["code"] == "engine_error"
     assert chat.open_answers == 0
-    asyncio.run(asyncio.wait_for(chat.ended(), 10))
+    asyncio.run(asyncio.wait_for(running.ended(), 10))
     with pytest.raises(EngineError, match="not running"):
         chat.check_health()
     assert error_of(ask(client), 503)["code"] == "engine_error"

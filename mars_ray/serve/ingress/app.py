@@ -181,9 +181,12 @@ class _Routes:
         return {"id": model.name, "object": "model", "created": created, "owned_by": "mars-ray"}
 
     async def status(self, request: Request) -> MarsStatusReply:
-        """The current status of the models."""
+        async def state(model: Model) -> ModelStatus:
+            replicas, decided = await asyncio.gather(model.handle.status(), model.handle.decided())
+            return model_status(model.name, replicas, decided)
+
         models = self._models.of(self._holder(request))
-        return {"object": "list", "data": await asyncio.gather(*map(_status_of, models))}
+        return {"object": "list", "data": await asyncio.gather(*map(state, models))}
 
     async def openapi(self, request: Request) -> dict[str, Any]:
         models = self._models.of(self._holder(request))
@@ -257,7 +260,8 @@ class _Routes:
             form = replace(request.reply, route="response", response=begun(response, request))
             request = replace(request, reply=form)
         log.sent(request, with_prompt=self._job.log_prompts)
-        log.user, log.metadata = body.end_user, body.metadata
+        log.user = body.safety_identifier if body.user is None else body.user
+        log.metadata = body.metadata
         async with AsyncExitStack() as held:
             held.enter_context(self._keys.lease(key, request.choices))
             held.push_async_callback(_settle, log, model.handle, request.id)
@@ -290,7 +294,6 @@ class EventStream(StreamingResponse):
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See StreamingResponse."""
         async with self._held, aclosing(self._events):
             await super().__call__(scope, receive, send)
 
@@ -336,11 +339,6 @@ async def _settle(log: RequestLog, handle: ModelHandle, request_id: str) -> None
         log.settle(used)
     if cancelled:
         raise cancelled
-
-
-async def _status_of(model: Model) -> ModelStatus:
-    replicas, decided = await asyncio.gather(model.handle.status(), model.handle.decided())
-    return model_status(model.name, replicas, decided)
 
 
 def within(request: GenerationRequest, key: ApiKey, param: str) -> GenerationRequest:

@@ -234,12 +234,10 @@ class ReplicaClient:
             # A model scaled to zero counts as ready; asking for its health would wake it.
             if self._job.scaling.scale_to_zero and await self._status.get() is None:
                 return True
-            return await asyncio.wait_for(self._asked(), _READY_S)
+            async with asyncio.timeout(_READY_S):
+                return await self._handle.is_ready.remote()
         except Exception:  # noqa: BLE001 - whatever keeps a replica from answering
             return False
-
-    async def _asked(self) -> bool:
-        return await self._handle.is_ready.remote()
 
     async def status(self) -> Sequence[ReplicaStatus]:
         return await self._status.get() or ()

@@ -46,7 +46,6 @@ class Ingress:
         write_to(job.request_log)
 
     def running(self) -> Running:
-        """The deployed job, and the time at which it was built."""
         return Running(self._job, self._built_s)
 
     async def tell_all(self, model: str, method: str, *args: Any) -> list[Any]:
@@ -58,7 +57,6 @@ class Ingress:
             return []
 
     def close(self) -> None:
-        """Refuse all new requests."""
         self._gate.close()
 
     def inside(self) -> int:

@@ -103,7 +103,12 @@ def page_of(texts: Iterable[str], names: Names) -> str:
     }
     lines: list[str] = []
     for name, family in families.items():
-        shown = _living(family, alive)
+        shown = _Family(family.help, family.kind)
+        for series, value in family.values.items():
+            of = dict(series[1])
+            is_replicas = "model_name" in of and of.get("deployment", "").startswith(_REPLICAS)
+            if not is_replicas or of.get("replica") in alive:
+                shown.values[series] = value
         if names == "vllm" and name.removeprefix(_OURS) in SAME_AS_VLLM:
             name, shown = _as_vllm(name), _summed(shown)
         if shown.values:
@@ -125,31 +130,14 @@ def _families(texts: Iterable[str]) -> dict[str, _Family]:
                 if family and what in ("HELP", "TYPE"):
                     setattr(family, "help" if what == "HELP" else "kind", words)
             elif family and (sample := _SAMPLE.fullmatch(line)):
-                labels = _own(_LABEL.findall(sample["labels"] or ""))
+                # Without empty ones and Ray's: with a capital letter, or of its library.
+                labels = tuple(
+                    (label, word)
+                    for label, word in _LABEL.findall(sample["labels"] or "")
+                    if word and not label[0].isupper() and not label.startswith("otel_")
+                )
                 family.add(sample["name"], labels, float(sample["value"]))
     return families
-
-
-def _own(labels: Iterable[tuple[str, str]]) -> Labels:
-    """The labels without empty ones and without Ray's, which begin with a capital letter or name
-    its library."""
-    return tuple(
-        (name, value)
-        for name, value in labels
-        if value and not name[0].isupper() and not name.startswith("otel_")
-    )
-
-
-def _living(family: _Family, alive: set[str]) -> _Family:
-    """The family without series of replicas that are gone."""
-
-    def lives(labels: Labels) -> bool:
-        of = dict(labels)
-        is_replicas = "model_name" in of and of.get("deployment", "").startswith(_REPLICAS)
-        return not is_replicas or of.get("replica") in alive
-
-    values = {series: value for series, value in family.values.items() if lives(series[1])}
-    return _Family(family.help, family.kind, values)
 
 
 def _as_vllm(name: str) -> str:
@@ -222,13 +210,13 @@ async def metrics_reply(text: str, accepted: str) -> Response:
         headers["content-encoding"] = "gzip"
     if len(content) <= PIECE_BYTES:
         return Response(content, media_type=_PROMETHEUS, headers=headers)
-    return StreamingResponse(_pieces(content), media_type=_PROMETHEUS, headers=headers)
 
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(content), PIECE_BYTES):
+            yield content[start : start + PIECE_BYTES]
+            await asyncio.sleep(_PAUSE_S)
 
-async def _pieces(content: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(content), PIECE_BYTES):
-        yield content[start : start + PIECE_BYTES]
-        await asyncio.sleep(_PAUSE_S)
+    return StreamingResponse(pieces(), media_type=_PROMETHEUS, headers=headers)
 
 
 # Ray's annotation allows only one tag, its code any number.

@@ -55,7 +55,6 @@ class PageFiles(StaticFiles):
         super().__init__(directory=_DIRECTORY)
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        """See StaticFiles."""
         response = super().file_response(*args, **kwargs)
         response.headers.update(_HEADERS | {"Cache-Control": "no-cache"})
         return response
@@ -81,31 +80,21 @@ class Gate:
     """Lets requests in until it is closed for good, and counts those inside."""
 
     def __init__(self) -> None:
-        self._inside = 0
-        self._is_open = True
-
-    @property
-    def inside(self) -> int:
-        """Number of requests whose last byte has not been sent."""
-        return self._inside
-
-    @property
-    def is_open(self) -> bool:
-        """Whether new requests are accepted."""
-        return self._is_open
+        self.inside = 0  # requests whose last byte has not been sent
+        self.is_open = True
 
     def close(self) -> None:
         """Refuse new requests from now on; those inside are still served."""
-        self._is_open = False
+        self.is_open = False
 
     @contextmanager
     def passed(self) -> Iterator[None]:
         """Counts a request while it is inside."""
-        self._inside += 1
+        self.inside += 1
         try:
             yield
         finally:
-            self._inside -= 1
+            self.inside -= 1
 
 
 class DrainMiddleware:
@@ -116,7 +105,6 @@ class DrainMiddleware:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] != "http" or scope["path"] in _ALWAYS_OPEN:
             await self._app(scope, receive, send)
         elif self._gate.is_open:
@@ -159,10 +147,17 @@ class RequestLog:
         """Notes that the request was valid and goes to a replica."""
         self.mode, self.model, self.ending = request.mode.type, request.reply.model, "abort"
         if with_prompt:
-            self.prompt = [_readable(prompt) for prompt in request.prompts]
+            self.prompt = [
+                prompt
+                if isinstance(prompt, str)
+                else [
+                    {"role": part.role, "content": part.content} if isinstance(part, Turn) else part
+                    for part in prompt
+                ]
+                for prompt in request.prompts
+            ]
 
     def on_message(self, message: Message) -> None:
-        """Notes a message of the replica."""
         if isinstance(message, ErrorInfo):
             self.ending = message.code
             if message.used is not None:
@@ -178,7 +173,6 @@ class RequestLog:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the counts are final."""
         return self._is_settled
 
     def settle(self, used: Used) -> None:
@@ -213,12 +207,13 @@ class LogMiddleware:
         self._observe = observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id")
-        log = RequestLog(_clean(given) if given else None, scope["method"], scope["path"])
+        given = Headers(scope=scope).get("x-request-id") or ""
+        # Without characters that could break a line, a shell or a dashboard.
+        request_id = _NOT_IN_ID.sub("_", given[:_ID_CHARS]) or None
+        log = RequestLog(request_id, scope["method"], scope["path"])
         scope.setdefault("state", {})["log"] = log
 
         async def look(message: AsgiMessage) -> None:
@@ -236,20 +231,15 @@ class LogMiddleware:
             log.ending = error.code
             await JSONResponse(error_body(error), error.status)(scope, receive, look)
         finally:
-            if _is_logged(log):
+            is_refused = log.status is not None and log.status >= 400
+            is_noise = log.path.startswith(_LOGGED_IF_REFUSED) and not is_refused
+            if not is_noise and log.path not in _NOT_LOGGED:
                 request_logger.info(log.line())
             if self._observe:
                 self._observe(log)
 
 
-def _is_logged(log: RequestLog) -> bool:
-    if log.path.startswith(_LOGGED_IF_REFUSED):
-        return log.status is not None and log.status >= 400
-    return log.path not in _NOT_LOGGED
-
-
 def log_of(request: Request) -> RequestLog:
-    """The facts about a request that came through `LogMiddleware`."""
     return request.state.log
 
 
@@ -260,20 +250,6 @@ def write_to(path: str | None) -> None:
     request_logger.addHandler(file)
     request_logger.setLevel(logging.INFO)
     request_logger.propagate = False
-
-
-def _clean(request_id: str) -> str:
-    """The id without characters that could break a line, a shell or a dashboard."""
-    return _NOT_IN_ID.sub("_", request_id[:_ID_CHARS])
-
-
-def _readable(prompt: Any) -> Any:
-    if isinstance(prompt, str):
-        return prompt
-    return [
-        {"role": part.role, "content": part.content} if isinstance(part, Turn) else part
-        for part in prompt
-    ]
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:

@@ -35,7 +35,6 @@ class SlowReaders:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         limit_s: float | None = None
 
         async def timed(message: Message) -> None:
@@ -80,7 +79,6 @@ class CleanHeaders:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         headers = [(name, value) for name, value in scope["headers"] if _is_clean(name, value)]
         await self._app({**scope, "headers": headers}, receive, send)
 
@@ -111,17 +109,14 @@ class BoundedProtocol(HttpToolsProtocol):
     _futile_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio.Protocol."""
         super().connection_made(transport)
         self._owe()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._settle()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         self._gets_on = False
         super().data_received(data)
         # Heads, trailers, chunk extensions: bytes that complete no head and are no part of a body.
@@ -130,7 +125,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response("The head of the request is too long.")
 
     def on_message_begin(self) -> None:
-        """See httptools, also for the methods below."""
         super().on_message_begin()
         self._is_whole = False
         self._owe()
@@ -150,7 +144,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """See HttpToolsProtocol."""
         super().on_response_complete()
         if not self._is_whole:
             self._owe()

@@ -11,7 +11,7 @@ estimated from the prompts that were sent to them.
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -29,21 +29,16 @@ ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 def prefix_blocks(prompt: Prompt) -> tuple[int, ...]:
     """Hashes of the prompt's whole blocks, each over the prompt up to the block's end."""
-    chain = 0
-    chains = []
-    for block in _cut(prompt):
-        chain = hash((chain, block))
-        chains.append(chain)
-    return tuple(chains)
-
-
-def _cut(prompt: Prompt) -> Iterator[Hashable]:
     if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], int):
         content, size = prompt, BLOCK_TOKENS
     else:
         content, size = _text(prompt), BLOCK_CHARS
+    chain = 0
+    chains = []
     for number in range(min(len(content) // size, MAX_BLOCKS)):
-        yield content[number * size : (number + 1) * size]
+        chain = hash((chain, content[number * size : (number + 1) * size]))
+        chains.append(chain)
+    return tuple(chains)
 
 
 def _text(prompt: Prompt) -> str:
@@ -92,7 +87,6 @@ class PrefixTable(Generic[ReplicaT]):
         return best
 
     def keep(self, replicas: Collection[ReplicaT]) -> None:
-        """Forgets every other replica."""
         for block, holders in list(self._holders.items()):
             holders.intersection_update(replicas)
             if not holders:
@@ -143,7 +137,6 @@ class PrefixRouter(RequestRouter):
         self._table.add(_blocks(pending_request), replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Notes the current replicas."""
         super().update_replicas(replicas)
         self._table.keep(self.curr_replicas)
 

@@ -137,7 +137,9 @@ def openapi(names: Sequence[str], with_keys: bool) -> dict[str, Any]:
     )
     components: dict[str, Any] = {"schemas": schemas["$defs"]}
     for body in (route.body for route in _ROUTES if route.body):
-        _name_models(schemas["$defs"][body.__name__], names)
+        schema = schemas["$defs"][body.__name__]
+        can_lack = "model" not in schema.get("required", ())
+        schema["properties"]["model"] = {"title": "Model", "enum": [*names, *[None] * can_lack]}
     if with_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     paths: dict[str, Any] = {}
@@ -153,11 +155,6 @@ def openapi(names: Sequence[str], with_keys: bool) -> dict[str, Any]:
         "paths": paths,
         "components": components,
     }
-
-
-def _name_models(schema: dict[str, Any], names: Sequence[str]) -> None:
-    can_lack = "model" not in schema.get("required", ())
-    schema["properties"]["model"] = {"title": "Model", "enum": [*names, *[None] * can_lack]}
 
 
 def _operation(route: _Route, with_keys: bool) -> dict[str, Any]:
@@ -202,14 +199,10 @@ def _event(route: _Route) -> dict[str, Any]:
             ]
         },
     }
-    if not route.has_mark:
-        data = {"type": "string", "anyOf": [written]}
-        return {"type": "object", "properties": {"data": data}, "required": ["data"]}
-    data = {
-        "type": "string",
-        "description": "`[DONE]` comes last; if an error comes, it is the last.",
-        "anyOf": [{"const": DONE_DATA}, written],
-    }
+    data: dict[str, Any] = {"type": "string", "anyOf": [written]}
+    if route.has_mark:
+        data["description"] = "`[DONE]` comes last; if an error comes, it is the last."
+        data["anyOf"] = [{"const": DONE_DATA}, written]
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 

@@ -111,9 +111,9 @@ MAX_MESSAGES = 512
 _MAX_PROMPTS = 128
 MAX_TOOLS = 128
 # Names of the variants of a field; they mark pydantic's error locations.
-TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS = "<text>", "<parts>", "<texts>", "<ids>", "<id lists>"
+TEXT, _TEXTS, _TOKENS, _TOKEN_LISTS = "<text>", "<texts>", "<ids>", "<id lists>"
 _TOOL, ITEMS = "<tool>", "<items>"
-_VARIANTS = (TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS, _TOOL, ITEMS)
+_VARIANTS = (TEXT, _TEXTS, _TOKENS, _TOKEN_LISTS, _TOOL, ITEMS)
 _ITEM_KINDS = ("message", "function_call", "function_call_output", "reasoning")
 _NAMED = ("system", "developer", "user", "assistant", "tool", "input_text", "output_text")
 # Stops at a list's first fault: a body can hold hundreds of thousands, which take seconds to list.
@@ -140,13 +140,14 @@ class TextPart(Wire):
     text: str
 
 
-def _content_kind(value: Any) -> str:
-    return _PARTS if isinstance(value, list | tuple) else TEXT
+def text_or_items(value: Any) -> str:
+    """The variant of a field that is a text or a list."""
+    return ITEMS if isinstance(value, list | tuple) else TEXT
 
 
 Content = Annotated[
-    Annotated[str, Tag(TEXT)] | Annotated[tuple[TextPart, ...], _FIRST, Tag(_PARTS)],
-    Discriminator(_content_kind),
+    Annotated[str, Tag(TEXT)] | Annotated[tuple[TextPart, ...], _FIRST, Tag(ITEMS)],
+    Discriminator(text_or_items),
 ]
 
 
@@ -225,7 +226,6 @@ class AssistantMessage(Wire):
         return self
 
     def turn(self) -> Turn:
-        """The message with its parts joined."""
         calls = tuple(
             ToolCall(call.id, call.function.name, call.function.arguments)
             for call in self.tool_calls or ()
@@ -244,7 +244,6 @@ class ToolMessage(Wire):
     name: Speaker | None = None
 
     def turn(self) -> Turn:
-        """The message with its parts joined."""
         content = _joined(self.content)
         return Turn("tool", content, call_id=self.tool_call_id, name=self.name)
 
@@ -285,26 +284,16 @@ class NamedTool(Wire):
     function: NamedFunction
 
 
-def _choice_kind(value: Any) -> str:
-    return TEXT if isinstance(value, str) else _TOOL
-
-
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[NamedTool, Tag(_TOOL)],
-    Discriminator(_choice_kind),
+    Discriminator(lambda value: TEXT if isinstance(value, str) else _TOOL),
 ]
 
 
-class TextFormat(Wire):
-    """Asks for any text."""
+class AnyFormat(Wire):
+    """Asks for any text, or for any JSON object."""
 
-    type: Literal["text"]
-
-
-class JsonFormat(Wire):
-    """Asks for any JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class NamedSchema(Wire):
@@ -324,7 +313,7 @@ class SchemaFormat(Wire):
 
 
 ResponseFormat = Annotated[
-    TextFormat | JsonFormat | SchemaFormat,
+    AnyFormat | SchemaFormat,
     Field(discriminator="type"),
 ]
 Token = Annotated[int, Field(ge=0)]
@@ -350,10 +339,6 @@ Prompts = Annotated[
 ]
 
 
-def _stop_kind(value: Any) -> str:
-    return _TEXTS if isinstance(value, list | tuple) else TEXT
-
-
 class StreamOptions(Wire):
     """Options of a stream."""
 
@@ -374,8 +359,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stops = Annotated[
     Annotated[StopString, Tag(TEXT)]
-    | Annotated[tuple[StopString, ...], _FIRST, Field(max_length=_MAX_STOPS), Tag(_TEXTS)],
-    Discriminator(_stop_kind),
+    | Annotated[tuple[StopString, ...], _FIRST, Field(max_length=_MAX_STOPS), Tag(ITEMS)],
+    Discriminator(text_or_items),
 ]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenCount = Annotated[int, Field(ge=1, lt=2**63)]
@@ -448,21 +433,6 @@ class AnswerBody(AnyAnswerBody, AnswerNoOps):
         """The stop strings, in whichever form they were given."""
         return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
-    @property
-    def end_user(self) -> str | None:
-        """The end user behind the request, by either name."""
-        return self.safety_identifier if self.user is None else self.user
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether the stream ends with a chunk of usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def wants_usage_so_far(self) -> bool:
-        """Whether every chunk has the usage up to it."""
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-
 
 class TemplateFields(Wire):
     """The chat template's inputs besides messages."""
@@ -528,19 +498,18 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     try:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
-        faults = [fault for fault in error.errors(include_url=False) if not _is_null(fault)]
+        # An unknown field of the body itself that is null is none.
+        faults = [
+            fault
+            for fault in error.errors(include_url=False)
+            if (fault["type"], len(fault["loc"]), fault["input"]) != ("extra_forbidden", 1, None)
+        ]
         if faults:
             raise ApiError(_refusal(faults[0], kind)) from error
         parsed = kind.model_validate_json(body, extra="ignore")
     # Only after the check, which bounds the depth of the body.
     json.loads(body, object_pairs_hook=_once)
     return parsed
-
-
-def _is_null(fault: ErrorDetails) -> bool:
-    """Whether the fault is an unknown field of the body itself that is null."""
-    is_unknown = fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1
-    return is_unknown and fault["input"] is None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> None:

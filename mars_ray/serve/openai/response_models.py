@@ -160,32 +160,22 @@ class ChatAnswer(Thoughts):
     tool_calls: NotRequired[list[SaidToolCall]]
 
 
-class ChatContent(Part):
-    """The content of a chat's answer."""
-
-    message: ChatAnswer
-    logprobs: ChatLogprobs | None
-
-
-class ChatChoice(ChatContent):
+class ChatChoice(Part):
     """One answer of a chat."""
 
     index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
     finish_reason: ChatReason
     mars: NotRequired[Forwards]
 
 
-class TextContent(Part):
-    """The content of a continuation, whole or in a chunk."""
-
-    text: str
-    logprobs: TextLogprobs | None
-
-
-class TextChoice(TextContent):
+class TextChoice(Part):
     """One continuation of a prompt."""
 
     index: int
+    text: str
+    logprobs: TextLogprobs | None
     finish_reason: Reason
     mars: NotRequired[Forwards]
 
@@ -238,25 +228,22 @@ class ChatDelta(Thoughts, total=False):
     tool_calls: list[ChunkToolCall]
 
 
-class ChatAddition(Part):
-    """A chunk's part of a chat's answer."""
-
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-
-
-class ChatChunkChoice(ChatAddition):
+class ChatChunkChoice(Part):
     """A step of one answer of a chat."""
 
     index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
     finish_reason: ChatReason | None
     mars: NotRequired[ChunkForward]
 
 
-class TextChunkChoice(TextContent):
+class TextChunkChoice(Part):
     """A step of one continuation."""
 
     index: int
+    text: str
+    logprobs: TextLogprobs | None
     finish_reason: Reason | None
     mars: NotRequired[ChunkForward]
 

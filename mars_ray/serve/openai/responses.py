@@ -7,7 +7,7 @@ The request is answered as the chat that it is, so all that holds for chats hold
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
@@ -32,8 +32,9 @@ from mars_ray.serve.openai.request_models import (
     Wire,
     parse,
     refuse,
+    text_or_items,
 )
-from mars_ray.serve.openai.sse import Answer, to_json, usage
+from mars_ray.serve.openai.sse import Answer, chosen_logprob, to_json, usage
 from mars_ray.serve.protocol import (
     ErrorInfo,
     Finish,
@@ -87,15 +88,11 @@ class OutputText(Item):
     logprobs: tuple[dict[str, Any], ...] | None = None
 
 
-def _kind(value: Any) -> str:
-    return ITEMS if isinstance(value, list | tuple) else TEXT
-
-
 TextParts = Annotated[
     tuple[Annotated[InputText | OutputText, Field(discriminator="type")], ...], _FIRST
 ]
 ItemContent = Annotated[
-    Annotated[str, Tag(TEXT)] | Annotated[TextParts, Tag(ITEMS)], Discriminator(_kind)
+    Annotated[str, Tag(TEXT)] | Annotated[TextParts, Tag(ITEMS)], Discriminator(text_or_items)
 ]
 
 
@@ -176,7 +173,7 @@ Input = Annotated[
     | Annotated[
         tuple[AnyItem, ...], _FIRST, Field(min_length=1, max_length=MAX_MESSAGES), Tag(ITEMS)
     ],
-    Discriminator(_kind),
+    Discriminator(text_or_items),
 ]
 
 
@@ -309,8 +306,12 @@ def to_chat(body: ResponsesBody) -> ChatBody:
     chat["reasoning_effort"] = body.reasoning and body.reasoning.effort
     if body.top_logprobs or LOGPROBS in (body.include or ()):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    if body.text and body.text.format:
-        chat["response_format"] = _response_format(body.text.format)
+    match body.text and body.text.format:
+        case PlainFormat(type=kind):
+            chat["response_format"] = {"type": kind}
+        case SchemaOfName() as named:
+            schema = named.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     chat |= _tools(body)
     given = {name: value for name, value in chat.items() if value is not None}
     try:
@@ -342,13 +343,6 @@ def _own_place(place: str, body: ResponsesBody) -> str:
     return place
 
 
-def _response_format(asked: PlainFormat | SchemaOfName) -> dict[str, Any]:
-    if isinstance(asked, PlainFormat):
-        return {"type": asked.type}
-    named = asked.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
-    return {"type": "json_schema", "json_schema": named}
-
-
 def _allowed(body: ResponsesBody) -> tuple[FunctionTool, ...]:
     """The tools that answers may call."""
     tools, choice = body.tools or (), body.tool_choice
@@ -359,7 +353,6 @@ def _allowed(body: ResponsesBody) -> tuple[FunctionTool, ...]:
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:
-    """The chat's tools and choice of a tool."""
     choice, tools = body.tool_choice, _allowed(body)
     made: dict[str, Any] = {"tool_choice": choice}
     match choice:
@@ -456,7 +449,10 @@ def begun(body: ResponsesBody, request: GenerationRequest) -> Json:
         "temperature": request.sampling.temperature,
         "text": {"format": {"type": "text"}} | asked.get("text", {}),
         "tool_choice": asked.get("tool_choice", "auto"),
-        "tools": [_tool(tool) for tool in asked.get("tools", ())],
+        "tools": [
+            {"description": None, "parameters": None, "strict": None} | tool
+            for tool in asked.get("tools", ())
+        ],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": request.sampling.top_p,
         "truncation": "disabled",
@@ -465,74 +461,13 @@ def begun(body: ResponsesBody, request: GenerationRequest) -> Json:
     }
 
 
-def _tool(asked: Json) -> Json:
-    return {"description": None, "parameters": None, "strict": None} | asked
-
-
-def _usage(request: GenerationRequest, finish: Finish) -> Json:
-    made = usage(request, [finish])
-    thoughts = made.get("completion_tokens_details", {"reasoning_tokens": 0})
-    return {
-        "input_tokens": made["prompt_tokens"],
-        "input_tokens_details": {**made["prompt_tokens_details"], "cache_write_tokens": 0},
-        "output_tokens": made["completion_tokens"],
-        "output_tokens_details": dict(thoughts),
-        "total_tokens": made["total_tokens"],
-        "mars": made["mars"],
-    }
-
-
 def _status(finish: Finish) -> str:
     return "incomplete" if finish.reason == "length" else "completed"
 
 
-@dataclass(slots=True)
-class _Items:
-    """Makes the items of an output, whose ids are those of the request with a number."""
-
-    request: GenerationRequest
-    _count: int = 0
-
-    def _id(self, kind: str) -> str:
-        self._count += 1
-        return f"{kind}_{self.request.id.partition('_')[2]}{self._count:02d}"
-
-    def reasoning(self, text: str, status: str, own_id: str | None = None) -> Json:
-        content = [{"type": "reasoning_text", "text": text}] if text else []
-        own = {"id": own_id or self._id("rs"), "type": "reasoning", "summary": []}
-        return {**own, "content": content, "encrypted_content": None, "status": status}
-
-    def message(
-        self, text: str, tokens: Sequence[TokenText], status: str, own_id: str | None = None
-    ) -> Json:
-        own = {"id": own_id or self._id("msg"), "type": "message", "role": "assistant"}
-        is_begun = bool(text) or status != "in_progress"
-        content = [_text_part(text, tokens)] if is_begun else []
-        return {**own, "status": status, "content": content}
-
-    def call(self, call: ToolCall, status: str, own_id: str | None = None) -> Json:
-        return {
-            "id": own_id or self._id("fc"),
-            "type": "function_call",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": status,
-        }
-
-
 def _text_part(text: str, tokens: Sequence[TokenText]) -> Json:
     said = {"type": "output_text", "text": text, "annotations": []}
-    return said | {"logprobs": [_logprob(token) for token in tokens]}
-
-
-def _logprob(token: TokenText) -> Json:
-    own = {"token": token.text, "bytes": list(token.bytes), "logprob": token.logprob}
-    top = [
-        {"token": other.text, "bytes": list(other.bytes), "logprob": other.logprob}
-        for other in token.top
-    ]
-    return own | {"top_logprobs": top}
+    return said | {"logprobs": [chosen_logprob(token) for token in tokens]}
 
 
 class ResponseWriter:
@@ -542,7 +477,7 @@ class ResponseWriter:
         assert request.reply.response is not None
         self._request = request
         self._begun: Json = request.reply.response
-        self._items = _Items(request)
+        self._count = 0  # of the items, whose ids are the request's with their number
         # Of a stream the item that is being written, else all of the answer.
         self._answer = Answer()
         self._number = 0
@@ -562,26 +497,34 @@ class ResponseWriter:
         """The whole response; a stream's last event says that it is the last."""
         if self._request.reply.is_streamed:
             return ""
-        answer, items = self._answer, self._items
+        answer = self._answer
         assert answer.finish
         status = _status(answer.finish)
         output: list[Json] = []
         if answer.reasoning:
-            output.append(items.reasoning(answer.reasoning, status))
+            output.append(self._made("reasoning", status))
         if answer.text or not (answer.calls or answer.reasoning):
-            logprobs = () if self._request.logprobs is None else answer.logprobs
-            output.append(items.message(answer.text, logprobs, status))
-        output += [items.call(call, status) for call in answer.calls]
+            output.append(self._made("message", status))
+        output += [self._made("call", status, call) for call in answer.calls]
         return to_json(self._done(output, answer.finish))
 
     def _done(self, output: list[Json], finish: Finish) -> Json:
         is_cut = finish.reason == "length"
+        made = usage(self._request, [finish])
+        thoughts = made.get("completion_tokens_details", {"reasoning_tokens": 0})
         return self._begun | {
             "completed_at": self._begun["created_at"],
             "status": _status(finish),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": output,
-            "usage": _usage(self._request, finish),
+            "usage": {
+                "input_tokens": made["prompt_tokens"],
+                "input_tokens_details": {**made["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": made["completion_tokens"],
+                "output_tokens_details": dict(thoughts),
+                "total_tokens": made["total_tokens"],
+                "mars": made["mars"],
+            },
         }
 
     def _events(self, delta: OutputDelta) -> Iterator[str]:
@@ -593,9 +536,16 @@ class ResponseWriter:
         if delta.reasoning:
             yield from self._open("reasoning")
             self._answer.reasoning += delta.reasoning
-            yield self._delta("response.reasoning_text.delta", delta.reasoning, content_index=0)
+            data: Json = {"delta": delta.reasoning, "content_index": 0}
+            yield self._place("response.reasoning_text.delta", data)
         if delta.text:
-            yield from self._text(delta.text)
+            yield from self._open("message")
+            tokens, self._logprobs = self._logprobs, []
+            self._answer.text += delta.text
+            self._answer.logprobs += tokens
+            said = [chosen_logprob(token) for token in tokens]
+            data = {"delta": delta.text, "content_index": 0, "logprobs": said}
+            yield self._place("response.output_text.delta", data)
         for more in delta.calls:
             if more.id is not None and more.name is not None:
                 yield from self._close("completed")
@@ -606,24 +556,13 @@ class ResponseWriter:
                 arguments = call.arguments + more.arguments
                 self._answer.calls = [ToolCall(call.id, call.name, arguments)]
                 name = "response.function_call_arguments.delta"
-                yield self._delta(name, more.arguments)
+                yield self._place(name, {"delta": more.arguments})
         if delta.finish:
-            yield from self._end(delta.finish)
-
-    def _text(self, text: str) -> Iterator[str]:
-        yield from self._open("message")
-        tokens, self._logprobs = self._logprobs, []
-        self._answer.text += text
-        self._answer.logprobs += tokens
-        said = [_logprob(token) for token in tokens]
-        yield self._delta("response.output_text.delta", text, content_index=0, logprobs=said)
-
-    def _end(self, finish: Finish) -> Iterator[str]:
-        if not (self._output or self._kind):
-            yield from self._open("message")
-        yield from self._close(_status(finish))
-        done = self._done(self._output, finish)
-        yield self._event(f"response.{done['status']}", {"response": done})
+            if not (self._output or self._kind):
+                yield from self._open("message")
+            yield from self._close(_status(delta.finish))
+            done = self._done(self._output, delta.finish)
+            yield self._event(f"response.{done['status']}", {"response": done})
 
     def _open(self, kind: str) -> Iterator[str]:
         """Begins an item of this kind, unless it is being written already."""
@@ -632,7 +571,7 @@ class ResponseWriter:
         if kind != "call":
             yield from self._close("completed")
         self._kind = kind
-        self._item = self._made("in_progress")
+        self._item = self._made(kind, "in_progress")
         place = {"output_index": len(self._output)}
         yield self._event("response.output_item.added", place | {"item": self._item})
         if kind != "call":
@@ -652,7 +591,7 @@ class ResponseWriter:
                 done: Json = {"text": answer.reasoning}
                 yield self._place("response.reasoning_text.done", done | {"content_index": 0})
             case "message":
-                said = [_logprob(token) for token in answer.logprobs]
+                said = [chosen_logprob(token) for token in answer.logprobs]
                 done = {"text": answer.text, "logprobs": said, "content_index": 0}
                 yield self._place("response.output_text.done", done)
             case _:
@@ -662,22 +601,40 @@ class ResponseWriter:
         if self._kind != "call":
             text = answer.reasoning if self._kind == "reasoning" else answer.text
             yield self._part("response.content_part.done", text)
-        item = self._made(status)
+        item = self._made(self._kind, status)
         place = {"output_index": len(self._output)}
         yield self._event("response.output_item.done", place | {"item": item})
         self._output.append(item)
         self._kind, self._item, self._answer = "", {}, Answer()
 
-    def _made(self, status: str) -> Json:
-        """The item that is being written, as it stands."""
+    def _made(self, kind: str, status: str, call: ToolCall | None = None) -> Json:
+        """An item of the answer as it stands: the one that is being written, or a new one."""
         answer, own_id = self._answer, self._item.get("id")
-        match self._kind:
+        if own_id is None:
+            self._count += 1
+            name = {"reasoning": "rs", "message": "msg"}.get(kind, "fc")
+            own_id = f"{name}_{self._request.id.partition('_')[2]}{self._count:02d}"
+        match kind:
             case "reasoning":
-                return self._items.reasoning(answer.reasoning, status, own_id)
+                text = answer.reasoning
+                content = [{"type": "reasoning_text", "text": text}] if text else []
+                item: Json = {"id": own_id, "type": "reasoning", "summary": [], "content": content}
+                return item | {"encrypted_content": None, "status": status}
             case "message":
-                return self._items.message(answer.text, answer.logprobs, status, own_id)
+                is_begun = bool(answer.text) or status != "in_progress"
+                content = [_text_part(answer.text, answer.logprobs)] if is_begun else []
+                item = {"id": own_id, "type": "message", "role": "assistant"}
+                return item | {"status": status, "content": content}
             case _:
-                return self._items.call(answer.calls[0], status, own_id)
+                call = call or answer.calls[0]
+                return {
+                    "id": own_id,
+                    "type": "function_call",
+                    "call_id": call.id,
+                    "name": call.name,
+                    "arguments": call.arguments,
+                    "status": status,
+                }
 
     def _part(self, name: str, text: str) -> str:
         if self._kind == "reasoning":
@@ -685,9 +642,6 @@ class ResponseWriter:
         else:
             part = _text_part(text, self._answer.logprobs if text else ())
         return self._place(name, {"content_index": 0, "part": part})
-
-    def _delta(self, name: str, delta: str, **more: Any) -> str:
-        return self._place(name, {"delta": delta, **more})
 
     def _place(self, name: str, data: Json) -> str:
         """An event about the item that is being written."""

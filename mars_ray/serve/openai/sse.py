@@ -29,7 +29,6 @@ from mars_ray.serve.protocol import (
     OutputDelta,
     TokenText,
     ToolCall,
-    ToolCallDelta,
 )
 
 DONE_DATA = "[DONE]"
@@ -58,7 +57,6 @@ class Answer:
     characters: int = 0  # of its tokens
 
     def add(self, delta: OutputDelta) -> None:
-        """Adds the next delta."""
         self.text += delta.text
         self.reasoning += delta.reasoning
         self.logprobs += delta.logprobs
@@ -121,7 +119,14 @@ class ReplyWriter:
                 choice["mars"] = {"forward": delta.forward, "tokens": delta.tokens}
             said.is_begun = True
             choices.append(choice)
-        choices += [_call_addition(call) for call in delta.calls]
+        for call in delta.calls:
+            function = {"arguments": call.arguments}
+            addition: dict[str, Any] = {"index": call.index, "function": function}
+            if call.id is not None and call.name is not None:
+                function = {"name": call.name, "arguments": call.arguments}
+                head = {"index": call.index, "id": call.id, "type": "function"}
+                addition = {**head, "function": function}
+            choices.append({"delta": {"tool_calls": [addition]}, "logprobs": None})
         if finish and self._is_chat:
             # An empty answer without calls still has a text.
             empty = {} if said.has_content else {"content": ""}
@@ -169,7 +174,6 @@ class ReplyWriter:
         return f"data: {to_json({**self._head, **made})}\n\n"
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        """A choice of a whole reply."""
         assert answer.finish
         choice: dict[str, Any] = {"index": index}
         shown = None if self._request.logprobs is None else answer.logprobs
@@ -208,11 +212,15 @@ def usage(request: GenerationRequest, finishes: Sequence[Finish]) -> Usage:
     prompt = sum(finish.prompt_tokens for finish in finishes[:: request.n])
     completion = sum(finish.completion_tokens for finish in finishes)
     forwards = sum(finish.forwards for finish in finishes)
+    # The lowest that was in force; None where a budget has moved it unseen.
+    told = [finish.threshold for finish in finishes if finish.threshold is not None]
+    is_unknown = finishes[-1].mode or isinstance(request.quality, Budget)
+    threshold = min(told, default=None if is_unknown else request.mode.own_threshold)
     mars: MarsUsage = {
         "forwards": forwards,
         "tokens_per_forward": completion / forwards,
         "mode": finishes[-1].mode or request.mode.type,
-        "threshold": _threshold(request, finishes),
+        "threshold": threshold,
         "disagreement": sum(finish.disagreed for finish in finishes) / completion,
         "ngram_tokens": sum(finish.ngram_tokens for finish in finishes),
         "adapter": finishes[-1].served[-1].adapter if finishes[-1].served else None,
@@ -247,36 +255,19 @@ def _by_adapter(finishes: Sequence[Finish]) -> list[AdapterUsage]:
     ]
 
 
-def _threshold(request: GenerationRequest, finishes: Sequence[Finish]) -> float | None:
-    """The lowest threshold that was in force; None where a budget has moved it unseen."""
-    told = [finish.threshold for finish in finishes if finish.threshold is not None]
-    unknown = finishes[-1].mode or isinstance(request.quality, Budget)
-    return min(told, default=None if unknown else request.mode.own_threshold)
-
-
-def _call_addition(call: ToolCallDelta) -> dict[str, Any]:
-    """The addition of a chat's chunk to a call."""
-    function = {"arguments": call.arguments}
-    added: dict[str, Any] = {"index": call.index, "function": function}
-    if call.id is not None and call.name is not None:
-        function = {"name": call.name, "arguments": call.arguments}
-        added = {"index": call.index, "id": call.id, "type": "function", "function": function}
-    return {"delta": {"tool_calls": [added]}, "logprobs": None}
-
-
 def _chat_logprobs(logprobs: Sequence[TokenText] | None) -> ChatLogprobs | None:
     if logprobs is None:
         return None
-    content: list[ChosenLogprob] = [
-        {**_logprob(token), "top_logprobs": [_logprob(other) for other in token.top]}
-        for token in logprobs
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": [chosen_logprob(token) for token in logprobs], "refusal": None}
 
 
-def _logprob(token: TokenText) -> TokenLogprob:
-    assert token.logprob is not None, "chats echo no prompt"
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
+def chosen_logprob(token: TokenText) -> ChosenLogprob:
+    """A token of an answer, and the likeliest ones in its place."""
+    own, *top = (
+        TokenLogprob(token=each.text, logprob=each.logprob or 0.0, bytes=list(each.bytes))
+        for each in (token, *token.top)
+    )
+    return {**own, "top_logprobs": top}
 
 
 def _text_logprobs(logprobs: Sequence[TokenText] | None, offset: int = 0) -> TextLogprobs | None:
@@ -284,26 +275,24 @@ def _text_logprobs(logprobs: Sequence[TokenText] | None, offset: int = 0) -> Tex
     if logprobs is None:
         return None
     lengths = [len(token.text) for token in logprobs]
+    top: list[dict[str, float] | None] = []
+    for token in logprobs:
+        # Of tokens with the same text, as parts of characters have, the chosen one counts, or else
+        # the best. A prompt's first token has none.
+        said: dict[str, float] = {}
+        for other in (token, *token.top):
+            if other.logprob is not None:
+                said.setdefault(other.text, other.logprob)
+        top.append(said or None)
     return {
         "tokens": [token.text for token in logprobs],
         "token_logprobs": [token.logprob for token in logprobs],
-        "top_logprobs": [_top_logprobs(token) for token in logprobs],
+        "top_logprobs": top,
         "text_offset": list(accumulate(lengths, initial=offset))[:-1],
     }
 
 
-def _top_logprobs(token: TokenText) -> dict[str, float] | None:
-    """Log-probabilities by text; None for a prompt's first token. Among tokens with the same text,
-    as parts of characters have, the chosen one counts, or else the best."""
-    said: dict[str, float] = {}
-    for other in (token, *token.top):
-        if other.logprob is not None:
-            said.setdefault(other.text, other.logprob)
-    return said or None
-
-
 def error_body(error: ErrorInfo) -> ErrorReply:
-    """Body of an error."""
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     usual = "invalid_request_error" if error.status < 500 else "server_error"
     return {

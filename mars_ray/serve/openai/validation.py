@@ -16,12 +16,13 @@ from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.core.thresholds import Budget, Elastic, Quality
 from mars_ray.serve.openai.request_models import (
     AnswerBody,
+    AnyFormat,
     ChatBody,
     ChatMessage,
     CompletionBody,
-    JsonFormat,
     NamedTool,
     SchemaFormat,
+    StreamOptions,
     TokenizeBody,
     ToolBody,
     ToolMessage,
@@ -60,7 +61,8 @@ def to_request(
     """
     chat = body if isinstance(body, ChatBody) else None
     text = body if isinstance(body, CompletionBody) else None
-    if (body.wants_usage or body.wants_usage_so_far) and not body.stream:
+    options = body.stream_options or StreamOptions()
+    if (options.include_usage or options.continuous_usage_stats) and not body.stream:
         refuse("stream_options", "'stream_options' has no effect without 'stream'")
     if body.best_of not in (None, body.n or 1):
         refuse("best_of", "'best_of' must be 'n': all answers that are written are returned")
@@ -117,8 +119,8 @@ def to_request(
             created=created,
             is_streamed=bool(body.stream),
             by_step=bool(body.return_forwards),
-            has_usage=body.wants_usage,
-            has_usage_so_far=body.wants_usage_so_far,
+            has_usage=bool(options.include_usage),
+            has_usage_so_far=bool(options.continuous_usage_stats),
         ),
         timeout_s=body.timeout_s or job.limits.request_s,
     )
@@ -282,7 +284,7 @@ def _schema(body: ChatBody) -> tuple[dict[str, Any] | None, bool]:
         case SchemaFormat(json_schema=named):
             _check_options(named.schema_, "response_format.json_schema.schema")
             return named.schema_, bool(named.strict)
-        case JsonFormat():
+        case AnyFormat(type="json_object"):
             return {"type": "object"}, False
         case _:
             return None, False

@@ -58,7 +58,17 @@ def template_options(switches: Switches, encoder: ChatEncoder) -> dict[str, bool
     options: dict[str, bool | str] = {}
     for name, value in switches:
         if name == EFFORT:
-            options |= _effort(str(value), encoder) | options
+            if value == _NO_EFFORT:
+                off = {each: False for each in _THINKING if encoder.has_switch(each, False, True)}
+                options = off | options
+            if encoder.has_switch(EFFORT, "low", "high"):
+                options[EFFORT] = value
+            elif value != _NO_EFFORT:
+                raise RequestError(
+                    f"the chat template of this model knows no efforts: leave {EFFORT!r} out, or "
+                    "set a thinking switch in 'chat_template_kwargs'",
+                    field=EFFORT,
+                )
         elif encoder.has_switch(name, False, True):
             options[name] = value
         elif value:
@@ -66,21 +76,6 @@ def template_options(switches: Switches, encoder: ChatEncoder) -> dict[str, bool
                 f"the chat template of this model has no switch {name!r}: leave it out",
                 field=f"chat_template_kwargs.{name}",
             )
-    return options
-
-
-def _effort(value: str, encoder: ChatEncoder) -> dict[str, bool | str]:
-    options: dict[str, bool | str] = {}
-    if value == _NO_EFFORT:
-        options |= {name: False for name in _THINKING if encoder.has_switch(name, False, True)}
-    if encoder.has_switch(EFFORT, "low", "high"):
-        options[EFFORT] = value
-    elif value != _NO_EFFORT:
-        raise RequestError(
-            f"the chat template of this model knows no efforts: leave {EFFORT!r} out, or set a "
-            "thinking switch in 'chat_template_kwargs'",
-            field=EFFORT,
-        )
     return options
 
 
@@ -118,7 +113,14 @@ class ChatFormat:
         if tool_parser:
             self._check_tool_parser(tool_parser)
         if reasoning_parser:
-            self._check_reasoning_parser(reasoning_parser)
+            vocabulary = tokenizer.get_vocab()
+            if lacking := [mark for mark in (THINK, THINK_END) if mark not in vocabulary]:
+                raise ModelError(
+                    f"reasoning_parser = {reasoning_parser!r} needs the tokens {THINK} and "
+                    f"{THINK_END}, and this model's tokenizer does not have "
+                    f"{' and '.join(lacking)}: leave it out"
+                )
+            self._think_ids = vocabulary[THINK], vocabulary[THINK_END]
 
     def encode(
         self,
@@ -260,15 +262,6 @@ class ChatFormat:
             f"template writes calls {fitting}. Leave it out"
         )
 
-    def _check_reasoning_parser(self, parser: ReasoningParser) -> None:
-        vocabulary = self._tokenizer.get_vocab()
-        if lacking := [mark for mark in (THINK, THINK_END) if mark not in vocabulary]:
-            raise ModelError(
-                f"reasoning_parser = {parser!r} needs the tokens {THINK} and {THINK_END}, and this "
-                f"model's tokenizer does not have {' and '.join(lacking)}: leave it out"
-            )
-        self._think_ids = vocabulary[THINK], vocabulary[THINK_END]
-
     def _no_parser(self) -> str:
         instead = "; or have a call made with tool_choice 'required' or the name of a tool"
         if self._has_tool_template:
@@ -327,36 +320,29 @@ class ChatFormat:
             if turn.role == "tool":
                 results.append(_RESULT.format(turn.content))
                 continue
-            said += _results(results)
-            results = []
+            if results:
+                said.append(ChatTurn("user", "\n".join(results)))
+                results = []
             calls = [(c.name, json.dumps(c.arguments, ensure_ascii=False)) for c in turn.calls]
             parts = [turn.content, self._format.write(calls) if calls else ""]
             content = "\n".join(part for part in parts if part)
             said.append(replace(turn, content=content, calls=()))
-        said += _results(results)
-        return self._described(said, definitions) if definitions else said
-
-    def _described(
-        self, turns: list[ChatTurn], definitions: Sequence[dict[str, object]]
-    ) -> list[ChatTurn]:
-        """The conversation with the tools in its system message, or in the first message for
-        templates that take none."""
-        text = self._format.description(definitions)
-        first = turns[0]
+        if results:
+            said.append(ChatTurn("user", "\n".join(results)))
+        if not definitions:
+            return said
+        # The tools stand in the system message, or in the first one for templates that take none.
+        text, first = self._format.description(definitions), said[0]
         if first.role == "system":
-            return [replace(first, content=f"{first.content}\n\n{text}"), *turns[1:]]
+            return [replace(first, content=f"{first.content}\n\n{text}"), *said[1:]]
         if self._takes_system:
-            return [ChatTurn("system", text), *turns]
-        return [replace(first, content=f"{text}\n\n{first.content}"), *turns[1:]]
+            return [ChatTurn("system", text), *said]
+        return [replace(first, content=f"{text}\n\n{first.content}"), *said[1:]]
 
 
 def _tells(encoder: ChatEncoder) -> bool:
     """Whether the template describes tools and writes calls, in whatever format."""
     return encoder.describes_tools and _SAMPLE.name in encoder.written_calls([_SAMPLE])
-
-
-def _results(results: list[str]) -> list[ChatTurn]:
-    return [ChatTurn("user", "\n".join(results))] if results else []
 
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -372,12 +358,12 @@ class Vocabulary:
 
     def terms(self, text: str) -> str:
         """A text as a sequence of terminals."""
-        parts = [part for part in _MARKERS.split(text) if part]
-        return " ".join(self._term(part) for part in parts)
-
-    def _term(self, part: str) -> str:
-        token = self.token_ids.get(part)
-        return json.dumps(part, ensure_ascii=False) if token is None else f"<[{token}]>"
+        terms = []
+        for part in filter(None, _MARKERS.split(text)):
+            token = self.token_ids.get(part)
+            written = json.dumps(part, ensure_ascii=False)
+            terms.append(written if token is None else f"<[{token}]>")
+        return " ".join(terms)
 
     def text(self, name: str, *without: str) -> str:
         """A rule for any text, except for these tokens."""

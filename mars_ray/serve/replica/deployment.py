@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncGenerator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import EngineError, ModelError
@@ -21,11 +21,11 @@ from mars_ray.serve.protocol import (
     TokenizeRequest,
     Used,
 )
-from mars_ray.serve.replica.engine_client import EngineClient, running_engine
-from mars_ray.serve.replica.llm_server import LLMServer
-from mars_ray.serve.replica.metrics import AnswerMetrics, EngineMetrics, replica_name
 from mars_ray.serve.status import ReplicaStatus
-from mars_ray.serve.threshold_actor import News, Setting, Swap, follow, swapped
+from mars_ray.serve.threshold_actor import News, Setting, follow, swapped
+
+if TYPE_CHECKING:
+    from mars_ray.serve.replica.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Adapters:
     """Swaps adapters in two operations, `prepare` and `take`, so that all replicas of a service can
     do the first before any does the second."""
 
-    def __init__(self, engine: EngineClient, cache: str) -> None:
+    def __init__(self, engine: "EngineClient", cache: str) -> None:
         self._engine = engine
         self._cache = cache
         self._ready: tuple[str, str] | None = None  # place and name of the adapter made ready
@@ -61,14 +61,11 @@ class Adapters:
         """Loads the adapter into the engine; returns its name, or None without a place."""
         if place is None:
             return None
-        name, directory = await asyncio.to_thread(self._fetched, place)
+        directory = await asyncio.to_thread(local_adapter, place, self._cache)
+        name = await asyncio.to_thread(adapter_name, place, directory)
         await self._engine.load_adapter(name, directory)
         self._ready = place, name
         return name
-
-    def _fetched(self, place: str) -> tuple[str, Path]:
-        directory = local_adapter(place, self._cache)
-        return adapter_name(place, directory), directory
 
 
 _EXPORT_S = 1.0
@@ -86,11 +83,18 @@ class Replica:
 
     # Async because Serve then runs it in the event loop of the requests.
     async def __init__(self, job: ServeJob, setting: Setting) -> None:
+        # Only here, because who deploys a replica imports this module too, and needs no torch.
+        from mars_ray.serve.replica.engine_client import running_engine
+        from mars_ray.serve.replica.llm_server import LLMServer
+        from mars_ray.serve.replica.metrics import AnswerMetrics, EngineMetrics, replica_name
+
         sys.setswitchinterval(_SWITCH_S)
         self._swap = await swapped(job.name, setting.at_s)
         if self._swap:
-            job = _with_adapter(job, self._swap.adapter)
+            engine = job.engine.model_copy(update={"draft_adapter": self._swap.adapter})
+            job = job.model_copy(update={"engine": engine})
         running = await running_engine(job)
+        self._client = running.client
         self._metrics = EngineMetrics(job.name)
         self._engine = LLMServer(
             running.client,
@@ -130,7 +134,6 @@ class Replica:
         return await self._engine.is_ready()
 
     async def status(self) -> ReplicaStatus:
-        """The current status of this replica."""
         (status,) = await self._engine.status()
         return status
 
@@ -143,27 +146,22 @@ class Replica:
         with contextlib.suppress(EngineError):
             await self._engine.follow(news.set_point)
             swap = news.swap
-            if swap and swap.built_s == self._built_s and swap != self._swap:
-                await self._use_adapter(swap)
-
-    async def _use_adapter(self, swap: Swap) -> None:
-        try:
-            await self._adapters.take(swap.adapter)
-        except ModelError:
-            # All replicas made it ready before the swap, so this one has started since.
-            logger.exception("the draft adapter stays as it was, and not %s", swap.name)
-            return
-        self._swap = swap
+            if swap is None or swap.built_s != self._built_s or swap == self._swap:
+                return
+            try:
+                await self._adapters.take(swap.adapter)
+                self._swap = swap
+            except ModelError:
+                # All replicas made it ready before the swap, so this one has started since.
+                logger.exception("the draft adapter stays as it was, and not %s", swap.name)
 
     async def _control_loop(self) -> None:
-        """Run the fast loop for as long as the engine lives."""
         with contextlib.suppress(EngineError):
             while True:
                 await asyncio.sleep(_CONTROL_S)
                 await self._engine.steer()
 
     async def _export_metrics_loop(self) -> None:
-        """Export the engine's metrics for as long as it lives."""
         with contextlib.suppress(EngineError):
             while True:
                 self._metrics.engine(await self._engine.snapshot())
@@ -175,7 +173,7 @@ class Replica:
         Serve's own checks take seconds. Meanwhile a replica that refuses everything at once would
         be the least loaded one, and every second retry of a request would return to it.
         """
-        await self._engine.ended()
+        await self._client.ended()
         logger.error("the engine has ended, and its replica with it")
         os._exit(1)
 
@@ -205,10 +203,4 @@ class Replica:
         self._engine.check_health()
 
     def open_answers(self) -> int:
-        """Number of answers in progress or waiting."""
         return self._engine.open_answers
-
-
-def _with_adapter(job: ServeJob, place: str | None) -> ServeJob:
-    engine = job.engine.model_copy(update={"draft_adapter": place})
-    return job.model_copy(update={"engine": engine})

@@ -7,7 +7,7 @@ not in `serve/protocol.py`, because the ingress has neither torch nor an engine.
 `running_engine` makes one of a job: ours in a thread of this process, or vLLM's.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -120,10 +120,13 @@ async def running_engine(job: ServeJob) -> Running:
 
 
 def _in_process(job: ServeJob, config: EngineConfig, checkpoint: Path) -> Running:
-    engine, tokenizer = load_engine(checkpoint, _fetched(with_room(config), job.model_cache))
-    if config.draft_adapter:
-        directory = local_adapter(config.draft_adapter, job.model_cache)
-        engine.adapter_name = adapter_name(config.draft_adapter, directory)
+    place, here = config.draft_adapter, with_room(config)
+    directory = local_adapter(place, job.model_cache) if place else None
+    if directory:
+        here = here.model_copy(update={"draft_adapter": str(directory)})
+    engine, tokenizer = load_engine(checkpoint, here)
+    if place and directory:
+        engine.adapter_name = adapter_name(place, directory)
     assert engine.cost is not None, "the engine is not warmed up"
     model = measured(job, engine.cost.table(config.max_batch, CONTEXT), engine.card.block_size)
     engine.set_step_tokens(model.step_rows)
@@ -150,14 +153,6 @@ async def _vllm(job: ServeJob, config: VllmConfig, checkpoint: Path) -> Running:
     problem = warning(job, measured(job, seen.step_cost, client.depths))
     _tell(job, str(seen.info), client.facts.max_context, config.max_step_tokens, problem)
     return Running(client, tokenizer, problem)
-
-
-def _fetched(engine: EngineConfig, cache: str) -> EngineConfig:
-    """The engine's configuration with its other models fetched."""
-    changes: Mapping[str, str] = {}
-    if engine.draft_adapter:
-        changes |= {"draft_adapter": str(local_adapter(engine.draft_adapter, cache))}
-    return engine.model_copy(update=changes)
 
 
 def _tell(job: ServeJob, info: str, context: int, step_tokens: int, problem: str | None) -> None:

@@ -105,7 +105,6 @@ class UsageOfEnded:
         self._over: OrderedDict[str, Used] = OrderedDict()
 
     def begin(self, request_id: str) -> None:
-        """Note that the request is here."""
         self._open[request_id] = asyncio.Event()
 
     def end(self, request_id: str, used: Used) -> None:
@@ -155,23 +154,16 @@ class LLMServer:
         self._admission = Admission(facts.max_batch + job.limits.waiting_requests)
 
     def start(self) -> None:
-        """Start the engine's thread."""
         self._engine.start()
 
     def stop(self) -> None:
-        """End the engine's thread."""
         self._engine.stop()
 
     def check_health(self) -> None:
         """Raises EngineError if the engine is dead or stuck."""
         self._engine.check_health(self._job.step_timeout_s)
 
-    async def ended(self) -> None:
-        """Returns once the engine is dead."""
-        await self._engine.ended()
-
     async def is_ready(self) -> bool:
-        """Whether the engine is alive."""
         try:
             self.check_health()
         except EngineError:
@@ -246,7 +238,6 @@ class LLMServer:
 
     @property
     def open_answers(self) -> int:
-        """Number of answers in progress or waiting."""
         return self._admission.open
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Message, None]:
@@ -358,7 +349,19 @@ class LLMServer:
         if request.tools is not None or request.schema is not None:
             # In a thread, to not block the event loop.
             grammar = await asyncio.to_thread(self._grammar, request)
-        prompts = await _encoded(partial(self._prompts, request), request.prompts, request.tools)
+
+        def encode() -> list[tuple[int, ...]]:
+            return [
+                self._chat.encode(
+                    prompt,
+                    request.tools,
+                    request.switches,
+                    add_special_tokens=request.add_special_tokens,
+                )
+                for prompt in request.prompts
+            ]
+
+        prompts = await _encoded(encode, request.prompts, request.tools)
         mode, quality = request.mode, request.quality
         if request.is_mode_open and not self._engine.can_decode(mode):
             mode, quality = ExactMode(), None
@@ -397,17 +400,6 @@ class LLMServer:
         if text is None:
             return None
         return self._compiled(text, "tools" if request.tools else "response_format")
-
-    def _prompts(self, request: GenerationRequest) -> list[tuple[int, ...]]:
-        return [
-            self._chat.encode(
-                prompt,
-                request.tools,
-                request.switches,
-                add_special_tokens=request.add_special_tokens,
-            )
-            for prompt in request.prompts
-        ]
 
     def _answers(
         self, request: GenerationRequest, requests: Sequence[Request], writer: Writer

@@ -66,7 +66,6 @@ class AnswerMetrics:
         _name_model(self, model_name)
 
     def answer(self, seen: AnswerStats) -> None:
-        """See Observer."""
         mode = {"mode": seen.mode}
         self._requests.inc(tags=mode | {"finished_reason": seen.ending})
         if seen.ending == "refused":
@@ -77,7 +76,6 @@ class AnswerMetrics:
         _add(self._disagreed, seen.disagreed, mode)
         _add(self._degraded, seen.degraded, mode)
         _add(self._late, seen.strain > 1, {"quality_class": seen.quality_class})
-        self._observe_times(seen, mode)
         if seen.prompt_tokens:
             self._prompts.observe(seen.prompt_tokens, mode)
         if seen.forwards:
@@ -85,8 +83,6 @@ class AnswerMetrics:
             self._per_forward.observe(seen.completion_tokens / seen.forwards, mode)
         if seen.longest_tokens:
             self._longest.observe(seen.longest_tokens, mode)
-
-    def _observe_times(self, seen: AnswerStats, mode: dict[str, str]) -> None:
         self._latency.observe(seen.total_s, mode)
         for seconds, tokens in seen.gaps:
             self._inter_token.observe(seconds / tokens, mode)
@@ -159,9 +155,8 @@ class EngineMetrics:
         )
         _name_model(self, model_name)
         self._adapter_exported: str | None = None
-        self._exported: Tally[tuple[Any, ...]] = (
-            Tally()
-        )  # exported so far, by counter and tag values
+        # Exported so far, by counter and tag values.
+        self._exported: Tally[tuple[Any, ...]] = Tally()
 
     def engine(self, seen: Snapshot) -> None:
         """Sets the gauges, and adds what was counted since the last snapshot."""
@@ -170,7 +165,11 @@ class EngineMetrics:
         self._cache.set(seen.cache_share)
         self._threshold.set(seen.set_point)
         self._window.set(sum(seen.windows) / max(1, len(seen.windows)))
-        self._export_adapter(seen.adapter)
+        if seen.adapter != self._adapter_exported:
+            for name, value in ((self._adapter_exported, 0), (seen.adapter, 1)):
+                if name is not None:
+                    self._adapter.set(value, {"adapter": name})
+            self._adapter_exported = seen.adapter
         self._since(seen.preemptions, self._preemptions)
         self._since(seen.totals.output_tokens, self._written)
         self._since(seen.discarded_tokens, self._discarded)
@@ -189,14 +188,6 @@ class EngineMetrics:
             for place, count in enumerate(counts):
                 tags = {"mode": mode, "position": str(place)}
                 self._since(count, self._accepted, tags)
-
-    def _export_adapter(self, adapter: str | None) -> None:
-        if adapter == self._adapter_exported:
-            return
-        for name, value in ((self._adapter_exported, 0), (adapter, 1)):
-            if name is not None:
-                self._adapter.set(value, {"adapter": name})
-        self._adapter_exported = adapter
 
     def _since(self, count: int, counter: Counter, tags: dict[str, str] | None = None) -> None:
         """Adds the increase since the last snapshot."""

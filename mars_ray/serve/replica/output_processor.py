@@ -40,7 +40,6 @@ Writer = ReplyWriter | ResponseWriter
 
 
 def reply_writer(request: GenerationRequest) -> Writer:
-    """Writes the reply to a request."""
     return ResponseWriter(request) if request.reply.route == "response" else ReplyWriter(request)
 
 
@@ -199,7 +198,10 @@ class OutputProcessor:
         self._stop = StopFilter(request.stop, shows_stop=request.shows_stop)
         self._least = engine_request.sampling.min_new_tokens  # tokens before a stop string counts
         self._hidden = frozenset[int]() if request.shows_stop else engine_request.stop_ids
-        self._echo = self._prompt_text(decode) if request.is_echoed else ""
+        self._echo = ""
+        if request.is_echoed:
+            prompt = request.prompts[choice // request.n]
+            self._echo = prompt if isinstance(prompt, str) else decode(engine_request.prompt)
         self._owes_prompt = engine_request.prompt_logprobs is not None
         self._tokens = self._forwards = 0  # of the answer so far, its end token included
         self._served: list[Served] = []
@@ -328,7 +330,9 @@ class OutputProcessor:
         # A stop string may end the text within a call, which then cannot be made.
         reader, request, own = self._calls, self._request, self._engine_request
         has_called = reader is not None and reader.count > 0 and not reader.is_cut
-        calls = reason == "stop" and has_called and not request.is_forced
+        # OpenAI's finish reason is not `tool_calls` where the request names the tool.
+        is_forced = request.tools is not None and request.tools.named is not None
+        calls = reason == "stop" and has_called and not is_forced
         return Finish(
             "tool_calls" if calls else reason,
             len(own.prompt),
@@ -342,11 +346,6 @@ class OutputProcessor:
             event.ngram_tokens,
             self._reasoning.tokens if self._reasoning else None,
         )
-
-    def _prompt_text(self, decode: Decode) -> str:
-        """The prompt as it was given, or the text of its tokens."""
-        prompt = self._request.prompts[self._choice // self._request.n]
-        return prompt if isinstance(prompt, str) else decode(self._engine_request.prompt)
 
     def _logprobs(self, event: TokenEvent, count: int) -> tuple[TokenText, ...]:
         """Log-probabilities of an event's first tokens, and before the first of all those of the

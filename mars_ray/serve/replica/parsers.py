@@ -90,7 +90,13 @@ class ReasoningReader:
             self._held = self._held.lstrip()
             self._part = "thoughts" if self._held else "lead"
         if self._part == "thoughts":
-            thoughts = self._think()
+            # Up to their end, or to where it may begin.
+            if match := _END.search(self._held):
+                thoughts, self._held = self._held[: match.start()], self._held[match.end() :]
+                self._part = "gap"
+            else:
+                cut = len(self._held) - _undecided(self._held)
+                thoughts, self._held = self._held[:cut], self._held[cut:]
         if self._part == "gap":
             self._held = self._held.lstrip()
             self._part = "answer" if self._held else "gap"
@@ -120,17 +126,6 @@ class ReasoningReader:
             return
         self._part = "lead"
         self._has_thoughts = True
-
-    def _think(self) -> str:
-        """The thoughts up to their end, or to where it may begin."""
-        match = _END.search(self._held)
-        if match:
-            thoughts, self._held = self._held[: match.start()], self._held[match.end() :]
-            self._part = "gap"
-            return thoughts
-        cut = len(self._held) - _undecided(self._held)
-        thoughts, self._held = self._held[:cut], self._held[cut:]
-        return thoughts
 
 
 def _undecided(text: str) -> int:
@@ -337,8 +332,11 @@ class ToolCallReader:
                 if begun is None:
                     return said, tuple(calls)
                 calls.append(begun)
-            if self.is_cut and (more := self._inside()):
-                calls.append(more)
+            if self._value is not None and not self._value.is_over:
+                length = self._value.push(self._held)
+                more, self._held = self._held[:length], self._held[length:]
+                if more:
+                    calls.append(ToolCallDelta(self.count - 1, more))
             if not self._ended():
                 return said, tuple(calls)
 
@@ -383,13 +381,6 @@ class ToolCallReader:
     def _call_id(self) -> str:
         name = f"call_{self._id}_{self.count + 1}"
         return short_id(name) if self._form.parser == "mistral" else name
-
-    def _inside(self) -> ToolCallDelta | None:
-        """The new part of the call's arguments."""
-        assert self._value
-        length = self._value.push(self._held)
-        more, self._held = self._held[:length], self._held[length:]
-        return ToolCallDelta(self.count - 1, more) if more else None
 
     def _ended(self) -> bool:
         """Whether the call is over; anything but its closing is text again."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from mars_ray.autoscale.sample import PINNED, SLOW
-from mars_ray.config.modes import ExactMode, Mode
+from mars_ray.config.modes import ExactMode
 from mars_ray.config.scaling import Slo
 from mars_ray.config.serve import ServeJob
 from mars_ray.core.thresholds import Elastic
@@ -120,9 +120,12 @@ class Live:
         """The status with the last minute's counts, and the threshold of requests that pin none."""
         self._forget(now)
         mode = job.mode if in_default_mode else ExactMode()
+        threshold = mode.own_threshold
+        if mode.is_elastic:
+            threshold = max(job.qualities[job.default_quality], seen.set_point)
         return ReplicaStatus(
             mode=mode.type,
-            threshold=_in_force(mode, job, seen.set_point),
+            threshold=threshold,
             adapter=seen.adapter,
             running=seen.running,
             waiting=seen.waiting,
@@ -139,12 +142,6 @@ class Live:
     def _forget(self, now: float) -> None:
         while self._buckets and now - self._buckets[0].begin_s >= _SHARE_S:
             self._buckets.popleft()
-
-
-def _in_force(mode: Mode, job: ServeJob, set_point: float) -> float | None:
-    if mode.is_elastic:
-        return max(job.qualities[job.default_quality], set_point)
-    return mode.own_threshold
 
 
 @dataclass(slots=True)
@@ -223,7 +220,6 @@ class ReplicaCounters:
             seen.degraded = event.threshold < max(request.quality.floor, self._set_point)
 
     def ended(self, seen: AnswerStats, ending: Ending) -> None:
-        """Counts an answer that is over."""
         seen.ending, seen.is_over = ending, True
         seen.total_s = time.monotonic() - seen.begun_s
         if all(sibling.is_over for sibling in seen.siblings):
@@ -236,5 +232,4 @@ class ReplicaCounters:
 
 
 def count_tokens(events: Iterable[TokenEvent]) -> int:
-    """Number of tokens of events."""
     return sum(len(event.tokens) for event in events)

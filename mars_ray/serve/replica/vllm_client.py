@@ -256,13 +256,10 @@ class VllmClient(EngineThread):
         await self._call(forget)
 
     async def abort(self, request_id: str) -> None:
-        """See EngineClient."""
         self._aborted.add(request_id)
         self._command(lambda: self._abort([request_id]))
 
     async def set_threshold(self, threshold: float) -> None:
-        """See EngineClient."""
-
         async def change() -> None:
             if self._mars.masks:
                 await self._llm.collective_rpc("mars_set_threshold", args=(threshold,))
@@ -273,8 +270,6 @@ class VllmClient(EngineThread):
         await self._call(change)
 
     async def snapshot(self) -> Snapshot:
-        """See EngineClient."""
-
         async def told() -> Snapshot:
             return self._counts.snapshot(
                 self._info,
@@ -290,7 +285,6 @@ class VllmClient(EngineThread):
         return await self._call(told)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        """See EngineClient."""
         if not self._mars.change:
             raise ModelError(
                 "this vLLM engine has no room for another draft adapter: start the service with "
@@ -317,7 +311,6 @@ class VllmClient(EngineThread):
         self._ready = name, depths
 
     async def use_adapter(self, name: str | None) -> None:
-        """See EngineClient."""
         ready, self._ready = self._ready, None
         depths = self._mars.card.block_size
         if name is not None:
@@ -551,7 +544,6 @@ class VllmClient(EngineThread):
 
 
 async def _end_tasks() -> None:
-    """Cancels what vLLM leaves running in the loop."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -203,7 +203,6 @@ class StepSeen:
 
     @property
     def rows(self) -> int:
-        """All rows of the step."""
         return self.prompt_rows + self.decode_rows
 
 
@@ -251,10 +250,6 @@ class VllmCounts:
             decode_rows=details.num_generation_tokens,
             seconds=max(0.0, outputs.timestamp - begin_s),
         )
-        self._add(seen)
-        return seen
-
-    def _add(self, seen: StepSeen) -> None:
         totals = self._totals
         totals.steps += 1
         totals.seconds += seen.seconds
@@ -264,6 +259,7 @@ class VllmCounts:
         totals.decode_rows += seen.decode_rows
         if self._cost:
             self._cost.observe(seen.rows, seen.seconds)
+        return seen
 
     def prompt(self, computed_tokens: int) -> None:
         """Counts a prompt whose answer has begun."""
@@ -271,11 +267,9 @@ class VllmCounts:
         self._totals.prompt_tokens += computed_tokens
 
     def discard(self, tokens: int) -> None:
-        """Counts tokens that nobody has read."""
         self._discarded += tokens
 
     def preempted(self) -> None:
-        """Counts a request that was sent back to wait."""
         self._preemptions += 1
 
     def forward(self, mode: str, tokens: int, threshold: float | None) -> None:
@@ -315,13 +309,14 @@ class VllmCounts:
             totals=replace(self._totals),
             discarded_tokens=self._discarded,
             by_mode=deepcopy(self._by_mode),
-            accepted_at={mode: _accepted_at(steps) for mode, steps in self._beyond.items()},
+            # Tokens that steps committed at each place after their first.
+            accepted_at={
+                mode: [
+                    sum(n for count, n in steps.items() if count > at) for at in range(max(steps))
+                ]
+                for mode, steps in self._beyond.items()
+            },
         )
-
-
-def _accepted_at(steps: Counter[int]) -> list[int]:
-    """Tokens that steps committed at each place after their first."""
-    return [sum(n for count, n in steps.items() if count > at) for at in range(max(steps))]
 
 
 def loads(facts: EngineFacts, step_tokens: int) -> Iterator[list[Request]]:
