@@ -118,7 +118,7 @@ class _Fit(threading.Thread):
     def run(self) -> None:
         try:
             with _environment(_controller_settings(self._plan.job.cluster)):
-                self.outcome = _trainer(self._plan).fit().return_value
+                self.outcome = pickle.loads(_trainer(self._plan).fit().return_value)
         except Exception as error:  # noqa: BLE001 - a thread's edge: `_checked` raises it
             self.error = error
 
@@ -154,25 +154,27 @@ def _trainer(plan: StagePlan) -> TorchTrainer:
             name=plan.run_dir.name,
             storage_path=str(plan.run_dir.parent),
             failure_config=FailureConfig(max_failures=cluster.max_failures),
-            callbacks=[_SayFailures()],
+            callbacks=[_failure_printer()],
             worker_runtime_env={"env_vars": _worker_environment(cluster)},
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
     )
 
 
-def _work(config: dict[str, Any]) -> StageOutcome | MarsError:
-    """The training function, which runs in every worker."""
+def _work(config: dict[str, Any]) -> bytes:
+    """The training function, which runs in every worker; returns a pickled outcome or error."""
     # Ray logs every report, on every rank.
     logging.disable(logging.INFO)
     ranks = Ranks.current(get_device())
     try:
         plan = unpacked(config["plan"], ranks)
+        _note_resources(plan)
+        limit_threads(_threads(plan.job.cluster))
+        outcome = resume_stage(plan, ranks, _report)
     except TrainingError as error:
-        return error
-    _note_resources(plan)
-    limit_threads(_threads(plan.job.cluster))
-    return resume_stage(plan, ranks, _report)
+        outcome = error
+    # Pickled here, or Ray's controller would import torch and transformers to read it.
+    return pickle.dumps(outcome)
 
 
 def _note_resources(plan: StagePlan) -> None:
@@ -199,13 +201,22 @@ def _report(directory: Path, metrics: dict[str, float]) -> None:
     ray.train.report(metrics)
 
 
-class _SayFailures(UserCallback):
-    """Prints failures on the controller, whose output Ray shows to the driver."""
+def _failure_printer() -> UserCallback:
+    """A callback that prints failures on the controller, whose output Ray shows to the driver.
 
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        for rank, error in sorted(worker_exceptions.items()):
-            lines = str(error).strip().splitlines()
-            print(f"worker {rank} failed: {lines[-1] if lines else type(error).__name__}")
+    Its class is made here so that it is pickled by value. Otherwise the controller imports this
+    module for it, with transformers and all of the model's code: 7 s of CPU in every stage.
+    """
+
+    class SayFailures(UserCallback):
+        def after_exception(
+            self, run_context: Any, worker_exceptions: dict[int, Exception]
+        ) -> None:
+            for rank, error in sorted(worker_exceptions.items()):
+                lines = str(error).strip().splitlines()
+                print(f"worker {rank} failed: {lines[-1] if lines else type(error).__name__}")
+
+    return SayFailures()
 
 
 def _checked(plan: StagePlan, fit: _Fit) -> StageOutcome:
