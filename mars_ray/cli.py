@@ -90,7 +90,11 @@ def train(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fals
     here, facts = os.getcwd(), provenance()
     with Connection() as cluster:
         result = run_training(job, cluster.open)
-    models = {stage: _seen_from(here, path) for stage, path in result.models.items()}
+    # Relative to where the command runs, if they lie below it.
+    models = {
+        stage: str(path.relative_to(here) if path.is_relative_to(here) else path)
+        for stage, path in result.models.items()
+    }
     _print_result(asdict(result) | {"models": models, "provenance": facts})
 
 
@@ -435,8 +439,6 @@ def bench(
     dry_run: DryRun = False,
 ) -> None:
     """Measure tokens per second: plain, drafts, transformers."""
-    if model == "decode" and overrides:  # what the command was called
-        model, *overrides = overrides
     table = {"kind": "bench", "checkpoint": model}
     job = _job(BenchJob, Path(model) if model.endswith(".toml") else table, overrides, dry_run)
     from mars_ray.files import check_writable
@@ -493,27 +495,18 @@ def _job(
         raise ConfigError(f"{source}: a job of kind {kind!r}; this command takes {wanted}")
     if dry_run:
         print(job.model_dump_json(indent=2), flush=True)
-    _check(job, elsewhere=dry_run, running=running)
-    if dry_run:
-        raise typer.Exit
-    return cast(AnyJob, job)
-
-
-def _check(job: Config, *, elsewhere: bool, running: bool) -> None:
-    """Raises MarsError for inputs that are missing or wrong, before torch and Ray are imported."""
+    # Before torch and Ray are imported.
     if isinstance(job, ServeJob):
         from mars_ray.serve.preflight import preflight
 
-        preflight(job, elsewhere=elsewhere, running=running)
+        preflight(job, elsewhere=dry_run, running=running)
     else:
         from mars_ray.inputs import check_inputs
 
-        check_inputs(job, elsewhere=elsewhere)
-
-
-def _seen_from(directory: str, path: Path) -> str:
-    """The path relative to the directory if it is below it; any other path in full."""
-    return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
+        check_inputs(job, elsewhere=dry_run)
+    if dry_run:
+        raise typer.Exit
+    return cast(AnyJob, job)
 
 
 def _slo(text: str) -> dict[str, str]:

@@ -36,9 +36,8 @@ from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.core.frontier import Frontier, mode_label, read_frontier
 from mars_ray.data.corpus import problems
-from mars_ray.errors import CheckpointError
 from mars_ray.evaluate.bench import TRANSFORMERS, decode_beside, identical
-from mars_ray.evaluate.run import Evaluation, is_whole, print_table, run_evaluation
+from mars_ray.evaluate.run import Evaluation, print_table, run_evaluation, written
 from mars_ray.evaluate.tasks import problems_of
 from mars_ray.files import ResultCache, write_whole
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card, write_draft_adapter
@@ -125,7 +124,7 @@ def run_demo(job: DemoJob, console: Console, connect: Connect = already) -> dict
     adapter = demo.shipped or demo.places.adapter
     directory = _directory(demo, adapter)
     evaluate = demo.evaluate_job(adapter, job.modes, directory)
-    frontier = _frontier(evaluate, console)
+    frontier = written(evaluate) or run_evaluation(evaluate, console).frontier
     print_table(Evaluation(frontier, directory), console)
     work = [each.model_dump(mode="json") for each in (evaluate, demo.speeds)]
     work.append(asdict(read_draft_card(adapter)))
@@ -138,11 +137,22 @@ def run_demo(job: DemoJob, console: Console, connect: Connect = already) -> dict
         f"in {evaluate.engine.dtype}"
     )
     speeds = _speeds(demo, adapter, kept)
-    serve = _write_service(demo, adapter, frontier, speeds, directory)
+    serve = service_table(demo.adapt, demo.base, demo.places)
+    serve["engine"]["draft_adapter"] = str(adapter)
+    service = directory / "serve.toml"
+    service.write_bytes(tomli_w.dumps(serve).encode())
+    commands = [f"mars-ray serve {short(service)}", "mars-ray chat"]
+    page = adaptation(demo.adapt, adapter, frontier, speeds, [], commands)
+    write_report(page, directory / "report.html")
     console.rule("serving and asking")
     url = start(ServeJob.model_validate(serve))
     answer = ask(url, job.question, job.answer_tokens, console)
-    _print_next(directory, url, console)
+    console.print(f"plot: {short(directory / 'frontier.png')}", soft_wrap=True)
+    console.print(f"report: {short(directory / 'report.html')}", soft_wrap=True)
+    console.print(
+        f"serve it: mars-ray serve {short(directory / 'serve.toml')}, and its page is {url}/",
+        soft_wrap=True,
+    )
     console.rule("how fast: the same answers by exact and verified, in turn")
     for speed in speeds:
         console.print(speed.line, highlight=False, soft_wrap=True)
@@ -185,7 +195,7 @@ def _untrained(demo: _Demo) -> Frontier:
         depths = recipe.objective.max_block_size
         write_draft_adapter(directory, untrained_adapter(demo.base, recipe.adapter, depths))
     evaluate = demo.evaluate_job(directory, (_VERIFIED,), directory, _UNTRAINED_PROMPTS)
-    frontier = _frontier(evaluate, demo.console)
+    frontier = written(evaluate) or run_evaluation(evaluate, demo.console).frontier
     print_table(Evaluation(frontier, directory), demo.console)
     return frontier
 
@@ -202,18 +212,6 @@ def _directory(demo: _Demo, adapter: Path) -> Path:
     return directory
 
 
-def _frontier(job: EvaluateJob, console: Console) -> Frontier:
-    """The frontier of the job, measured unless it exists already."""
-    assert job.output_dir is not None
-    try:
-        known = read_frontier(job.output_dir)
-    except CheckpointError:
-        known = None
-    if known and is_whole(known) and known.provenance["job"] == job.model_dump(mode="json"):
-        return known
-    return run_evaluation(job, console).frontier
-
-
 def _speeds(demo: _Demo, adapter: Path, kept: ResultCache) -> list[Speed]:
     """The speeds of an adapter, measured unless they are kept. Those with a fault are not kept, so
     that the next run measures again."""
@@ -224,33 +222,6 @@ def _speeds(demo: _Demo, adapter: Path, kept: ResultCache) -> list[Speed]:
     if all(speed.fault is None for speed in speeds):
         kept["speeds"] = [asdict(speed) for speed in speeds]
     return speeds
-
-
-def _write_service(
-    demo: _Demo,
-    adapter: Path,
-    frontier: Frontier,
-    speeds: list[Speed],
-    directory: Path,
-) -> dict[str, Any]:
-    """Write the serve job of an adapter and its report; returns the job."""
-    table = service_table(demo.adapt, demo.base, demo.places)
-    table["engine"]["draft_adapter"] = str(adapter)
-    service = directory / "serve.toml"
-    service.write_bytes(tomli_w.dumps(table).encode())
-    commands = [f"mars-ray serve {short(service)}", "mars-ray chat"]
-    page = adaptation(demo.adapt, adapter, frontier, speeds, [], commands)
-    write_report(page, directory / "report.html")
-    return table
-
-
-def _print_next(directory: Path, url: str, console: Console) -> None:
-    console.print(f"plot: {short(directory / 'frontier.png')}", soft_wrap=True)
-    console.print(f"report: {short(directory / 'report.html')}", soft_wrap=True)
-    console.print(
-        f"serve it: mars-ray serve {short(directory / 'serve.toml')}, and its page is {url}/",
-        soft_wrap=True,
-    )
 
 
 def run_tiny_demo(job: TinyDemoJob, console: Console, connect: Connect = already) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import os
 import resource
 import shutil
 import stat
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -40,15 +39,7 @@ class Finding:
 
 def findings() -> list[Finding]:
     """Of everything that is looked at. Starts nothing, and needs no network."""
-    parts: tuple[Callable[[], list[Finding]], ...] = (
-        _packages,
-        _compiled_step,
-        _gpus,
-        _resources,
-        _ports,
-        _ray,
-    )
-    return [finding for part in parts for finding in part()]
+    return [*_packages(), *_compiled_step(), *_gpus(), *_resources(), *_ports(), *_ray()]
 
 
 def _packages() -> list[Finding]:

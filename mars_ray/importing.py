@@ -13,7 +13,6 @@ import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +71,6 @@ _LIKELIEST = 20
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """The source of an import, kept beside it."""
-
-    source: str
-    revision: str | None
-    content: str | None  # digest of a local file
-
-
 def import_model(
     source: str, directory: str | Path | None = None, *, revision: str | None = None
 ) -> Path:
@@ -105,7 +95,7 @@ def import_model(
         try:
             with replaced_directory(target) as fresh:
                 write_model(fresh, model, tokenizer, card)
-                text = json.dumps(asdict(origin), indent=2) + "\n"
+                text = json.dumps(origin, indent=2) + "\n"
                 (fresh / IMPORT_FILE).write_text(text, encoding="utf-8")
                 _check(fresh, model, tokenizer)
         except (OSError, SafetensorError) as error:
@@ -135,20 +125,25 @@ def _name(source: str) -> str:
     return name.removesuffix(SUFFIX)
 
 
-def _origin(source: str, revision: str | None) -> _Origin:
-    """The origin of a source. Raises ModelError if a local one is missing or damaged."""
+def _origin(source: str, revision: str | None) -> dict[str, str | None]:
+    """What is kept beside an import: its source, the revision, and a digest of a local source.
+
+    Raises ModelError if a local one is missing or damaged.
+    """
     path = Path(source)
+    content = None
     if path.is_file():
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return _Origin(path.name, revision, digest)
-    if path.is_dir():
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        source = path.name
+    elif path.is_dir():
         check_complete(path)
-        return _Origin(path.resolve().name, revision, fingerprint(path))
-    return _Origin(shown(source), revision, None)
+        content = fingerprint(path)
+        source = path.resolve().name
+    return {"source": shown(source), "revision": revision, "content": content}
 
 
-def _is_there(target: Path, origin: _Origin) -> bool:
+def _is_there(target: Path, origin: dict[str, str | None]) -> bool:
     """Whether the directory is this import, and whole. Raises ModelError if it holds another."""
     if not target.exists():
         return False
@@ -164,9 +159,10 @@ def _is_there(target: Path, origin: _Origin) -> bool:
             f"{target / IMPORT_FILE}, which says what {target} is, cannot be read: {error}. Delete "
             "the directory, or name another"
         ) from error
-    if known != asdict(origin):
+    if known != origin:
+        source = known.get("source") if isinstance(known, dict) else known
         raise ModelError(
-            f"{target} is the import of another model, {_source(known)}: name another "
+            f"{target} is the import of another model, {source}: name another "
             "directory, or delete it"
         )
     try:
@@ -175,10 +171,6 @@ def _is_there(target: Path, origin: _Origin) -> bool:
         logger.warning("%s; it is made anew", error)
         return False
     return True
-
-
-def _source(known: Any) -> Any:
-    return known.get("source") if isinstance(known, dict) else known
 
 
 @contextmanager

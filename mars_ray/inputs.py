@@ -51,10 +51,10 @@ def check_inputs(job: Config, *, elsewhere: bool = False) -> None:
     """
     made = _MADE.get(type(job), ())
     named = [each for each in _named(job) if each.key not in made]
-    for check in (_check_here, _check_elsewhere)[: 1 + elsewhere]:
+    for is_here in (True, False)[: 1 + elsewhere]:
         for each in named:
             try:
-                check(each)
+                _HERE[each.what](each) if is_here else _check_elsewhere(each)
             except MarsError as error:
                 raise type(error)(f"{each.key}: {error}") from error
     match job:
@@ -94,10 +94,6 @@ def _items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
                 yield from _items(f"{key}.{index}", each)
         case _:
             yield key, value
-
-
-def _check_here(named: _Named) -> None:
-    _HERE[named.what](named)
 
 
 def _check_model(named: _Named) -> None:
@@ -149,10 +145,6 @@ def _check_file(named: _Named) -> None:
         raise DataError(f"no such file: {named.text} (looked in {Path.cwd()})")
 
 
-def _check_rows(named: _Named) -> None:
-    files.expand((named.text,))
-
-
 def _check_output(named: _Named) -> None:
     """Raises ConfigError if the place could not be made; it is not made yet."""
     place = Path(named.text).expanduser().absolute()
@@ -166,10 +158,6 @@ def _check_output(named: _Named) -> None:
         raise ConfigError(f"{named.text} cannot be written: {there} is not yours to write to")
 
 
-def _nothing(named: _Named) -> None:
-    """Nothing of it is on this machine."""
-
-
 _HERE: dict[str, Callable[[_Named], object]] = {
     "model": _check_model,
     "start model": _check_start_model,
@@ -177,9 +165,9 @@ _HERE: dict[str, Callable[[_Named], object]] = {
     "adapter": _check_adapter,
     "service model": lambda named: load_service_model(named.text),
     "file": _check_file,
-    "rows": _check_rows,
+    "rows": lambda named: files.expand((named.text,)),
     "shipped rows": lambda named: files.expand((str(found(named.text)),)),
-    "data set": _nothing,
+    "data set": lambda named: None,  # nothing of it is on this machine
     "output": _check_output,
     "output file": _check_output,
 }

@@ -47,7 +47,7 @@ def test_what_everybody_sets_has_a_flag(resolved):
 def test_the_help_of_overrides_holds_for_every_command():
     """Guards `For example seed=1`, which most jobs refuse."""
     runner = CliRunner()
-    for command in (["train"], ["serve"], ["update"], ["export"], ["bench", "decode"]):
+    for command in (["train"], ["serve"], ["update"], ["export"], ["bench"]):
         said = " ".join(runner.invoke(app, [*command, "--help"]).output.replace("│", " ").split())
         assert "KEY: of the job, or SECTION.KEY." in said
         if command[0] in ("serve", "update"):

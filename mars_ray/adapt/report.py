@@ -66,11 +66,6 @@ class Adaptation:
 
 
 def write_report(result: Adaptation, path: Path) -> None:
-    path.write_text(report(result), encoding="utf-8")
-
-
-def report(result: Adaptation) -> str:
-    """The page's HTML."""
     facts = result.provenance
     gpu = f", {facts['gpu']}" if facts["gpu"] else ""
     parts: list[Part] = [
@@ -102,7 +97,8 @@ def report(result: Adaptation) -> str:
         ),
         ("details", ("How it was trained", json.dumps(result.trained_on, indent=1))),
     ]
-    return page(f"{result.name}: a draft adapter for {result.base}", parts)
+    html = page(f"{result.name}: a draft adapter for {result.base}", parts)
+    path.write_text(html, encoding="utf-8")
 
 
 def _numbers(result: Adaptation) -> list[tuple[str, str]]:

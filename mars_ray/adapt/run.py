@@ -96,49 +96,45 @@ def run_adaptation(job: AdaptJob, console: Console, connect: Connect = already) 
     with sole_writer(places.root, places.root / ".lock", "output_dir"):
         now = job.model_dump(mode="json")
         claim(places.root / _JOB_FILE, now, "an adaptation", "output_dir")
-        return _adapted(job, places, console, connect)
-
-
-def _adapted(job: AdaptJob, places: Places, console: Console, connect: Connect) -> dict[str, Any]:
-    console.rule("the model")
-    base = base_model(job, places)
-    connect()
-    found = devices()
-    console.rule("its answers")
-    generated = run_generation(generate_job(job, base, places, found), console, RayEngines)
-    parts = split(places.answers, places.root, job.recipe.held_out)
-    console.print(
-        f"{generated.conversations} answers; {parts.train_rows} train, {parts.held_out_rows} are "
-        f"held out, {parts.cut} loops were cut"
-    )
-    console.rule("training")
-    metrics = _train(job, base, places, parts, found, generated.seconds)
-    console.rule("measuring")
-    frontier = _measure(job, base, places, parts, console)
-    speeds = _speeds(job, base, places, parts, console)
-    places.service.write_bytes(tomli_w.dumps(service_table(job, base, places)).encode())
-    commands = [f"mars-ray serve {short(places.service)}", "mars-ray chat"]
-    curve = _curve(places.training / "stages" / STAGE / "metrics.jsonl")
-    page = adaptation(job, places.adapter, frontier, speeds, curve, commands)
-    write_report(page, places.report)
-    console.print(f"report: {short(places.report)}\nserve it: {commands[0]}", soft_wrap=True)
-    return {
-        "adapter": short(places.adapter),
-        "serve": short(places.service),
-        "report": short(places.report),
-        "points": {
-            point.label: {
-                "tokens_per_forward": round(point.tokens_per_forward, 3),
-                "identical": point.identical,
-            }
-            for point in frontier.points
-        },
-        "speed_over_exact": {
-            speed.batch: None if speed.fault else [round(ratio, 3) for ratio in speed.ratios]
-            for speed in speeds
-        },
-        "training": metrics,
-    }
+        console.rule("the model")
+        base = base_model(job, places)
+        connect()
+        found = devices()
+        console.rule("its answers")
+        generated = run_generation(generate_job(job, base, places, found), console, RayEngines)
+        parts = split(places.answers, places.root, job.recipe.held_out)
+        console.print(
+            f"{generated.conversations} answers; {parts.train_rows} train, {parts.held_out_rows} "
+            f"are held out, {parts.cut} loops were cut"
+        )
+        console.rule("training")
+        metrics = _train(job, base, places, parts, found, generated.seconds)
+        console.rule("measuring")
+        frontier = _measure(job, base, places, parts, console)
+        speeds = _speeds(job, base, places, parts, console)
+        places.service.write_bytes(tomli_w.dumps(service_table(job, base, places)).encode())
+        commands = [f"mars-ray serve {short(places.service)}", "mars-ray chat"]
+        curve = _curve(places.training / "stages" / STAGE / "metrics.jsonl")
+        page = adaptation(job, places.adapter, frontier, speeds, curve, commands)
+        write_report(page, places.report)
+        console.print(f"report: {short(places.report)}\nserve it: {commands[0]}", soft_wrap=True)
+        return {
+            "adapter": short(places.adapter),
+            "serve": short(places.service),
+            "report": short(places.report),
+            "points": {
+                point.label: {
+                    "tokens_per_forward": round(point.tokens_per_forward, 3),
+                    "identical": point.identical,
+                }
+                for point in frontier.points
+            },
+            "speed_over_exact": {
+                speed.batch: None if speed.fault else [round(ratio, 3) for ratio in speed.ratios]
+                for speed in speeds
+            },
+            "training": metrics,
+        }
 
 
 def base_model(job: AdaptJob, places: Places) -> Path:

@@ -116,15 +116,14 @@ def encode_prompt(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[dict[str, Any]] = (),
-    options: Options = MappingProxyType({}),
 ) -> list[int]:
     """The token ids of the conversation and of the start of the next answer.
 
-    The template describes `tools` to the model, and gets the options. Raises DataError if it
-    refuses the conversation, ModelError if the tokenizer or its template cannot be used.
+    The template describes `tools` to the model. Raises DataError if it refuses the conversation,
+    ModelError if the tokenizer or its template cannot be used.
     """
     encoder = encoder_of(tokenizer, has_tools=bool(tools))
-    plan = encoder.plan_prompt(messages, tools, options)
+    plan = encoder.plan_prompt(messages, tools)
     return encoder.encode([plan])[0].input_ids.tolist()
 
 

@@ -129,15 +129,11 @@ def _text_lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield f"{path}:{number}", _prompt(line)
-
-
-def _prompt(line: bytes) -> object:
-    """The line as a row that has only a prompt, or the error in its place."""
-    try:
-        return {"prompt": line.decode("utf-8-sig").strip()}
-    except UnicodeDecodeError as error:
-        return error
+                try:
+                    row: object = {"prompt": line.decode("utf-8-sig").strip()}
+                except UnicodeDecodeError as error:
+                    row = error
+                yield f"{path}:{number}", row
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.inputs import DataConfig, FilesSource, HubSource, Source
 from mars_ray.data import files
-from mars_ray.data.chat import ChatEncoder, Encoded, Plan, encoder_of
+from mars_ray.data.chat import ChatEncoder, Encoded, encoder_of
 from mars_ray.data.sources import BadRows, Record, read, token_plan
 from mars_ray.errors import DataError
 from mars_ray.files import remedy
@@ -238,16 +238,14 @@ def _encode_all(
         plans = []
         for record in chunk:
             try:
-                plans.append(_plan(record, encoder, max_length))
+                plans.append(
+                    token_plan(record.tokens, record.messages, encoder, max_length)
+                    if record.tokens
+                    else encoder.plan(record.messages)
+                )
             except DataError as error:
                 report.add(record.origin, str(error))
         yield from encoder.encode(plans)
-
-
-def _plan(record: Record, encoder: ChatEncoder, max_length: int) -> Plan:
-    if record.tokens:
-        return token_plan(record.tokens, record.messages, encoder, max_length)
-    return encoder.plan(record.messages)
 
 
 def _fit(encoded: Encoded, config: DataConfig) -> Encoded | None:
@@ -267,9 +265,14 @@ def _fit(encoded: Encoded, config: DataConfig) -> Encoded | None:
 def _key(source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
     """A key of everything the tokens depend on, this package's own source included."""
     own = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in _OWN_TEXT)
+    content: list[str] = []
+    if isinstance(source, FilesSource):
+        content = [files.checksum(path) for path in files.expand(source.paths)]
+    elif isinstance(source, HubSource):
+        content = files.hub_fingerprint(source)
     parts = [
         source.model_dump_json(),
-        *_content(source),
+        *content,
         encoder_of(tokenizer).fingerprint(),
         json.dumps([config.max_length, config.overlong, config.max_bad_share]),
         *(path.read_text(encoding="utf-8") for path in own),
@@ -278,12 +281,6 @@ def _key(source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfig)
     for part in parts:
         digest.update(hashlib.sha256(part.encode()).digest())
     return digest.hexdigest()[:32]
-
-
-def _content(source: Source) -> list[str]:
-    if isinstance(source, FilesSource):
-        return [files.checksum(path) for path in files.expand(source.paths)]
-    return files.hub_fingerprint(source) if isinstance(source, HubSource) else []
 
 
 @contextmanager

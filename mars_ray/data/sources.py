@@ -59,11 +59,6 @@ class TokenRow:
     answer: tuple[int, ...]
 
 
-def token_row(prompt: object, answer: object) -> TokenRow:
-    """The token ids in a row's two fields. Raises ValueError."""
-    return TokenRow(_ids(prompt, "prompt_ids"), _ids(answer, "answer_ids"))
-
-
 def token_plan(
     row: TokenRow, messages: Sequence[Message], encoder: ChatEncoder, max_length: int
 ) -> Plan:
@@ -122,8 +117,6 @@ class BadRow(Exception):
 _Parse = Callable[[object, Mapping[str, str], str], Record]
 # Some data sets write lists and objects as JSON, and these are empty.
 _EMPTY = ("[]", "{}")
-# Marks an absent field; a row may hold None.
-_ABSENT = object()
 # A row with its fields under our names.
 _Row = Mapping[str, Any]
 
@@ -223,7 +216,7 @@ def _form(
     if not isinstance(content, Mapping):
         raise BadRow(f"not an object but {type(content).__name__}")
     renamed = {ours: _at(content, name) for ours, name in columns.items()}
-    row = {**content, **{ours: value for ours, value in renamed.items() if _is_given(value)}}
+    row = {**content, **{ours: value for ours, value in renamed.items() if value is not None}}
     # Forms whose fields the user renamed come first: they were requested explicitly.
     by_name = sorted(forms, key=lambda form: columns.keys().isdisjoint(form))
     row = {name: value for name, value in row.items() if value is not None}
@@ -235,12 +228,9 @@ def _form(
     return form, row
 
 
-def _is_given(value: Any) -> bool:
-    return value is not _ABSENT and value is not None
-
-
 def _at(content: Mapping[str, Any], name: str) -> Any:
-    """A field by its name, or a value inside it by a dotted path such as `turns.0`."""
+    """A field by its name, or a value inside it by a dotted path such as `turns.0`; None if it is
+    absent."""
     if name in content:
         return content[name]
     value: Any = content
@@ -250,7 +240,7 @@ def _at(content: Mapping[str, Any], name: str) -> Any:
         elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         else:
-            return _ABSENT
+            return None
     return value
 
 
@@ -326,7 +316,7 @@ def _thoughts(item: Mapping[str, Any], names: Sequence[str], called: str) -> str
 def _tokens(row: _Row, origin: str) -> Record:
     """The record of a line that `mars-ray generate` wrote, or of a row with ids only."""
     try:
-        tokens = token_row(*(row[field] for field in IDS))
+        tokens = TokenRow(*(_ids(row[field], field) for field in IDS))
     except ValueError as error:
         raise BadRow(str(error)) from None
     messages = row.get("messages")

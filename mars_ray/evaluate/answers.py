@@ -114,14 +114,6 @@ def answer_all(
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A reference answer: its length, and the sum of its tokens' negative log-probabilities."""
-
-    tokens: int
-    nll: float
-
-
 def reference_pairs(
     job: EvaluateJob,
     problems: Sequence[Problem],
@@ -150,8 +142,9 @@ def reference_pairs(
 @torch.inference_mode()
 def score_references(
     job: EvaluateJob, pairs: Sequence[Pair], advance: Callable[[], None]
-) -> list[Scored]:
-    """Score each reference behind its prompt, by the job's model as its engine has it."""
+) -> list[tuple[int, float]]:
+    """Tokens of each reference, and the sum of their negative log-probabilities behind its prompt,
+    by the job's model as its engine has it."""
     model, mask = engine_model(job.checkpoint, job.engine), read_card(job.checkpoint).mask_token_id
     scored = []
     for prompt, reference in pairs:
@@ -166,7 +159,7 @@ def score_references(
             # As in the engine: it is never said.
             logits_AV[:, mask] = -torch.inf
         nll = torch.nn.functional.cross_entropy(logits_AV, ids[0, len(prompt) :], reduction="sum")
-        scored.append(Scored(len(reference), nll.item()))
+        scored.append((len(reference), nll.item()))
         advance()
     return scored
 
@@ -175,7 +168,7 @@ JOB_FILE = "evaluation.json"
 JOURNAL = "evaluation.part"
 # Errors name this many lines.
 _TOLD = 5
-_ANSWERS = TypeAdapter(list[Answer])
+ANSWERS = TypeAdapter(list[Answer])
 REPORT_FILE = "report.txt"
 _WIDTH = 140
 # Answers shown for each mode, and the characters around the place where they part.
@@ -200,7 +193,7 @@ def files_grader(task: FilesTask, problems: Sequence[Problem]) -> Callable[[Prob
     for problem in problems:
         if problem.answer is not None:
             try:
-                check_reference(grader, problem.answer)
+                check_reference(task.grade, grader, problem.answer)
             except DataError as error:
                 raise DataError(f"{problem.origin}: {error}") from error
     return grade
@@ -264,16 +257,6 @@ def check_room(
             "them out. The first:\n  "
             + "\n  ".join(f"{origin}: {tokens} tokens" for origin, tokens in long[:_TOLD])
         )
-
-
-def packed(answers: list[Answer], seconds: float) -> dict[str, Any]:
-    """A mode's answers as JSON."""
-    return {"seconds": seconds, "answers": _ANSWERS.dump_python(answers, mode="json")}
-
-
-def unpacked(value: dict[str, Any]) -> tuple[list[Answer], float]:
-    """A mode's answers, and the time that they took."""
-    return _ANSWERS.validate_python(value["answers"]), value["seconds"]
 
 
 def files_table(frontier: Frontier) -> Table:

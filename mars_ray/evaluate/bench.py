@@ -128,13 +128,13 @@ def _generate(
     output: Any = model.generate(  # type: ignore[operator]
         padded.to(model.device), attention_mask=seen.to(model.device), generation_config=config
     )
-    return [_until_stop(row[longest:].tolist(), config.eos_token_id) for row in output]
-
-
-def _until_stop(tokens: list[int], stops: list[int]) -> list[int]:
-    """The tokens up to the first stop token, without the padding behind it."""
-    end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
-    return tokens[:end]
+    answers = []
+    for row in output:
+        tokens = row[longest:].tolist()
+        # Up to the first stop token; behind it is padding.
+        ends = (i + 1 for i, token in enumerate(tokens) if token in config.eos_token_id)
+        answers.append(tokens[: next(ends, len(tokens))])
+    return answers
 
 
 TRANSFORMERS = "transformers"
@@ -199,7 +199,7 @@ def _decode(
             bars.advance(bar)
 
 
-def _answer(engine: Any, mode: Mode, task: dict[str, Any]) -> dict[str, Any]:
+def _answer(engine: Engine, mode: Mode, task: dict[str, Any]) -> dict[str, Any]:
     return mars_answer(engine, task | {"mode": mode.model_dump()})
 
 
@@ -233,8 +233,7 @@ def run_bench(job: BenchJob, console: Console) -> dict[str, Any]:
         engine, _ = load_engine(job.checkpoint, config)
         decoders: dict[str, _Answer] = {}
         for mode in job.modes:
-            own = {"mode": mode.model_dump()}
-            decoders[mode_label(own["mode"])] = partial(_ours, engine, own)
+            decoders[mode_label(mode.model_dump())] = partial(_answer, engine, mode)
         if job.transformers:
             dtype = str(engine.model.dtype).removeprefix("torch.")
             model = load_transformers(job.checkpoint, dtype)
@@ -256,10 +255,6 @@ def run_bench(job: BenchJob, console: Console) -> dict[str, Any]:
     print_cases(f"decoding {job.checkpoint} in {dtype}", cases, console)
     found = {"job": job.model_dump(mode="json"), "dtype": dtype, "adapter": engine.adapter_name}
     return found | {"cases": cases, "provenance": provenance()}
-
-
-def _ours(engine: Any, own: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:
-    return mars_answer(engine, task | own)
 
 
 def _case(

@@ -33,6 +33,7 @@ from mars_ray.decode.loading import load_engine, with_room
 from mars_ray.decode.request import Request
 from mars_ray.errors import CheckpointError
 from mars_ray.evaluate.answers import (
+    ANSWERS,
     JOURNAL,
     REPORT_FILE,
     Answer,
@@ -43,10 +44,8 @@ from mars_ray.evaluate.answers import (
     check_room,
     files_grader,
     files_table,
-    packed,
     reference_pairs,
     score_references,
-    unpacked,
     write_report,
 )
 from mars_ray.evaluate.plots import plot_frontier
@@ -118,6 +117,16 @@ def is_whole(frontier: Frontier) -> bool:
     return len(frontier.points) == 1 + sum(mode["type"] != "exact" for mode in modes)
 
 
+def written(job: EvaluateJob) -> Frontier | None:
+    """The whole frontier that this very job has written into its directory, if it has."""
+    try:
+        known = read_frontier(job.directory)
+    except CheckpointError:
+        return None
+    is_same = known.provenance.get("job") == job.model_dump(mode="json")
+    return known if is_same and is_whole(known) else None
+
+
 def _measured(work: _Work, console: Console) -> Frontier:
     job, problems = work.job, work.problems
     # No prefix cache: the first mode would compute the prompts for all. No window control: masks
@@ -130,7 +139,10 @@ def _measured(work: _Work, console: Console) -> Frontier:
     modes: list[Mode] = [ExactMode(), *(m for m in job.modes if m != ExactMode())]
     results: list[ModeAnswers] = []
     # Services read the old frontier, and a restart must not destroy an hour's measurement.
-    keeps = _has_whole(work.directory)
+    try:
+        keeps = is_whole(read_frontier(work.directory))
+    except CheckpointError:
+        keeps = False
     with Bars(console) as bars:
         tokenizer = load_tokenizer(job.checkpoint)
         prompts = prompts_of(problems, tokenizer)
@@ -142,8 +154,16 @@ def _measured(work: _Work, console: Console) -> Frontier:
         bars.say(str(engine.info))
         logprobs = 0 if isinstance(job.task, PromptsTask | FilesTask) else None
         stops = stop_ids(engine.model)
+        limit = job.max_new_tokens
         asked = [
-            (mode, _requests(prompts, mode, job.max_new_tokens, stops, logprobs)) for mode in modes
+            (
+                mode,
+                [
+                    Request(str(n), prompt, mode, Sampling(), limit, stops, logprobs=logprobs)
+                    for n, prompt in enumerate(prompts)
+                ],
+            )
+            for mode in modes
         ]
         # All requests are checked now: a later refusal would waste the measurements before it.
         for _, requests in asked:
@@ -171,21 +191,12 @@ def _reference_nll(
         pairs = reference_pairs(work.job, work.problems, prompts, tokenizer)
         task = bars.add_task(_REFERENCES, total=len(pairs))
         scored = score_references(work.job, pairs, partial(bars.advance, task)) if pairs else []
-        work.kept[_REFERENCES] = [[each.tokens, each.nll] for each in scored]
+        work.kept[_REFERENCES] = scored
     scored = work.kept[_REFERENCES]
     return sum(nll for _, nll in scored) / sum(n for n, _ in scored) if scored else None
 
 
-def _has_whole(directory: Path) -> bool:
-    try:
-        return is_whole(read_frontier(directory))
-    except CheckpointError:
-        return False
-
-
-def _frontier(
-    work: _Work, results: list[ModeAnswers], reference_nll: float | None = None
-) -> Frontier:
+def _frontier(work: _Work, results: list[ModeAnswers], reference_nll: float | None) -> Frontier:
     return Frontier(
         checkpoint=Path(work.job.checkpoint).name,
         task=work.job.task.model_dump(mode="json"),
@@ -193,19 +204,6 @@ def _frontier(
         provenance=provenance() | {"job": work.job.model_dump(mode="json")},
         reference_nll=reference_nll,
     )
-
-
-def _requests(
-    prompts: Sequence[tuple[int, ...]],
-    mode: Mode,
-    max_new_tokens: int,
-    stops: frozenset[int],
-    logprobs: int | None,
-) -> list[Request]:
-    return [
-        Request(str(index), prompt, mode, Sampling(), max_new_tokens, stops, logprobs=logprobs)
-        for index, prompt in enumerate(prompts)
-    ]
 
 
 def _measure(
@@ -220,16 +218,13 @@ def _measure(
     if name not in work.kept:
         started = time.perf_counter()
         new = answer_all(engine, requests, advance)
-        work.kept[name] = packed(new, time.perf_counter() - started)
-    answers, seconds = unpacked(work.kept[name])
-    texts = [_decode(tokenizer, answer) for answer in answers]
+        seconds = time.perf_counter() - started
+        work.kept[name] = {"seconds": seconds, "answers": ANSWERS.dump_python(new, mode="json")}
+    answers = ANSWERS.validate_python(work.kept[name]["answers"])
+    texts = [str(tokenizer.decode(list(a.tokens), skip_special_tokens=True)) for a in answers]
     pairs = zip(work.problems, texts, strict=True)
     correct = [None if p.answer is None else work.grade(p, text) for p, text in pairs]
-    return ModeAnswers(mode, answers, texts, correct, seconds)
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, answer: Answer) -> str:
-    return str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
+    return ModeAnswers(mode, answers, texts, correct, work.kept[name]["seconds"])
 
 
 def _same(result: ModeAnswers, exact: ModeAnswers) -> list[bool]:

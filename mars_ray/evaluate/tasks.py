@@ -38,11 +38,13 @@ def grader_of(grade: Grade) -> Grader:
     """The function that grades. Raises ConfigError if there is none of that name."""
     match grade:
         case ExactMatch():
-            return _is_exact
+            return lambda answer, reference: (
+                answer.strip() in [text.strip() for text in _texts(reference)]
+            )
         case RegexMatch(pattern=pattern):
-            return _Regex(pattern)
+            return _regex(re.compile(pattern))
         case FunctionGrade(function=name):
-            return _Function(name)
+            return _function(name)
 
 
 def grade_label(grade: Grade) -> str:
@@ -65,9 +67,9 @@ def reference_text(reference: Any) -> str | None:
     return str(first) if is_number else None
 
 
-def check_reference(grader: Grader, reference: Any) -> None:
+def check_reference(grade: Grade, grader: Grader, reference: Any) -> None:
     """Raises DataError if nothing can be graded by this reference."""
-    if isinstance(grader, _Function):
+    if isinstance(grade, FunctionGrade):
         # Its own text is the answer of which every function should make something.
         grader(reference_text(reference) or "", reference)
     else:
@@ -86,53 +88,48 @@ def _texts(reference: Any) -> list[str]:
     return [text for text in texts if text is not None]
 
 
-def _is_exact(answer: str, reference: Any) -> bool:
-    return answer.strip() in [text.strip() for text in _texts(reference)]
-
-
-class _Regex:
-    def __init__(self, pattern: str) -> None:
-        self._pattern = re.compile(pattern)
-
-    def __call__(self, answer: str, reference: Any) -> bool:
-        found = self._last(answer)
-        wanted = [(text, self._last(text)) for text in _texts(reference)]
-        return found is not None and found in [last or text.strip() for text, last in wanted]
-
-    def _last(self, text: str) -> str | None:
+def _regex(pattern: re.Pattern[str]) -> Grader:
+    def last(text: str) -> str | None:
         # A group that took no part in a match gives None.
-        found = [match[1] for match in self._pattern.finditer(text) if match[1] is not None]
+        found = [match[1] for match in pattern.finditer(text) if match[1] is not None]
         return found[-1].strip() if found else None
 
+    def grade(answer: str, reference: Any) -> bool:
+        found = last(answer)
+        return found is not None and found in [
+            last(text) or text.strip() for text in _texts(reference)
+        ]
 
-class _Function:
-    def __init__(self, name: str) -> None:
-        module, _, function = name.partition(":")
-        self._name = name
-        try:
-            with _working_directory():
-                found = importlib.import_module(module)
-        except Exception as error:
-            raise ConfigError(
-                f"task.grade.function {name}: module {module} cannot be imported from "
-                f"{Path.cwd()}: {type(error).__name__}: {error}"
-            ) from error
-        if not callable(called := vars(found).get(function)):
-            raise ConfigError(f"task.grade.function {name}: {module} has no function {function}")
-        self._function = called
+    return grade
 
-    def __call__(self, answer: str, reference: Any) -> bool:
+
+def _function(name: str) -> Grader:
+    module, _, function = name.partition(":")
+    try:
+        with _working_directory():
+            found = importlib.import_module(module)
+    except Exception as error:
+        raise ConfigError(
+            f"task.grade.function {name}: module {module} cannot be imported from "
+            f"{Path.cwd()}: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(called := vars(found).get(function)):
+        raise ConfigError(f"task.grade.function {name}: {module} has no function {function}")
+
+    def grade(answer: str, reference: Any) -> bool:
         try:
-            is_right = self._function(answer, reference)
+            is_right = called(answer, reference)
             if is_right in (False, True):
                 return bool(is_right)
         except Exception as error:
             raise DataError(
-                f"{self._name}(answer, reference) failed: {type(error).__name__}: {error}"
+                f"{name}(answer, reference) failed: {type(error).__name__}: {error}"
             ) from error
         raise DataError(
-            f"{self._name}(answer, reference) returned {is_right!r}: it must return True or False"
+            f"{name}(answer, reference) returned {is_right!r}: it must return True or False"
         )
+
+    return grade
 
 
 @contextmanager
@@ -184,13 +181,6 @@ def _number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def corpus_problems(task: CorpusTask) -> list[Problem]:
-    """Problems of the test split, whose texts do not occur in training problems."""
-    return [
-        Problem(item.question, str(item.answer)) for item in problems("test", task.count, task.seed)
-    ]
-
-
 def gsm8k_problems(task: Gsm8kTask) -> list[Problem]:
     """The first `count` problems of the file. Raises DataError, naming the line."""
     path = Path(task.path).expanduser()
@@ -222,26 +212,20 @@ def _problem(line: str, origin: str) -> Problem:
     return Problem(question, answer)
 
 
-def prompts_problems(task: PromptsTask) -> list[Problem]:
-    """All prompts of all kinds, one kind after the other. Raises DataError for a bad row."""
-    return [problem for kind, source in task.kinds.items() for problem in _problems(kind, source)]
-
-
-def files_problems(task: FilesTask) -> list[Problem]:
-    """All prompts of the files, with their references. Raises DataError for a bad row."""
+def _prompts(source: FilesSource, kind: str | None = None) -> list[Problem]:
+    """All prompts of the files. Raises DataError for a bad row."""
     report = BadRows()
     problems = [
         Problem(
             record.messages[-1].content,
-            record.reference,
-            turns=record.messages,
-            origin=record.origin,
+            record.reference if kind is None else None,
+            kind,
+            record.messages,
+            record.origin if kind is None else "",
         )
-        for record in read_prompts(task, report)
+        for record in read_prompts(source, report)
     ]
     report.check(0.0)
-    if not problems:
-        raise DataError(f"{', '.join(task.paths)}: there is no prompt in it")
     return problems
 
 
@@ -266,27 +250,21 @@ def kinds_in_turn(problems: list[Problem]) -> list[Problem]:
     return [problem for each in zip_longest(*by_kind.values()) for problem in each if problem]
 
 
-def _problems(kind: str, source: FilesSource) -> list[Problem]:
-    report = BadRows()
-    problems = [
-        Problem(record.messages[-1].content, None, kind, record.messages)
-        for record in read_prompts(source, report)
-    ]
-    report.check(0.0)
-    return problems
-
-
-_TASKS: dict[type, Callable[[Any], list[Problem]]] = {
-    CorpusTask: corpus_problems,
-    Gsm8kTask: gsm8k_problems,
-    PromptsTask: prompts_problems,
-    FilesTask: files_problems,
-}
-
-
 def problems_of(task: Task | FilesTask) -> list[Problem]:
     """The task's problems, at least one. Raises DataError."""
-    found = _TASKS[type(task)](task)
+    match task:
+        case CorpusTask():
+            # Of the test split, whose texts do not occur in training problems.
+            drawn = problems("test", task.count, task.seed)
+            found = [Problem(each.question, str(each.answer)) for each in drawn]
+        case Gsm8kTask():
+            found = gsm8k_problems(task)
+        case PromptsTask():
+            found = [p for kind, source in task.kinds.items() for p in _prompts(source, kind)]
+        case FilesTask():
+            found = _prompts(task)
+            if not found:
+                raise DataError(f"{', '.join(task.paths)}: there is no prompt in it")
     if not found:
         raise DataError("the task has no problems: name a file that holds some")
     return found

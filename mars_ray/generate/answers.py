@@ -23,7 +23,7 @@ from mars_ray.core.statistics import is_looping
 from mars_ray.data.chat import ChatEncoder, Message
 from mars_ray.errors import DataError
 from mars_ray.files import append, changed_keys, read_journal, replaced
-from mars_ray.generate.prompts import Prompt, SourcePrompts, Try
+from mars_ray.generate.prompts import Choice, Prompt, SourcePrompts, Try
 
 Line = dict[str, Any]
 
@@ -196,15 +196,6 @@ class Generated:
     left_out_why: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Counts of prompts that were excluded or tried, over the whole job."""
-
-    excluded: int
-    own_tries: int
-    own_faults: Mapping[str, int]
-
-
 def write_answers(
     output: Path,
     prompts: Sequence[Prompt],
@@ -217,35 +208,25 @@ def write_answers(
     without one go to `left_out`."""
     count = 0
     with replaced(output) as draft, draft.open("w", encoding="utf-8") as file:
-        for line in _lines(prompts, answers, encoder, job, left_out):
+        for number, prompt in enumerate(prompts):
+            answer = answers.get(number)
+            text = encoder.decode(answer.tokens) if answer else ""
+            why = why_left_out(prompt, answer, text, job)
+            if why or answer is None:
+                left_out.add(why, prompt.origin)
+                continue
+            turns = [*prompt.messages, Message("assistant", text)]
+            line = {
+                "messages": [_as_row(turn) for turn in turns],
+                "prompt_ids": prompt.ids.tolist(),
+                "answer_ids": answer.tokens.tolist(),
+                "finish_reason": answer.finish_reason,
+                "forwards": answer.forwards,
+                "origin": prompt.origin,
+            }
             file.write(json.dumps(line) + "\n")
             count += 1
     return count
-
-
-def _lines(
-    prompts: Sequence[Prompt],
-    answers: Mapping[int, Answer],
-    encoder: ChatEncoder,
-    job: GenerateJob,
-    left_out: SkippedPrompts,
-) -> Iterator[Line]:
-    for number, prompt in enumerate(prompts):
-        answer = answers.get(number)
-        text = encoder.decode(answer.tokens) if answer else ""
-        why = why_left_out(prompt, answer, text, job)
-        if why or answer is None:
-            left_out.add(why, prompt.origin)
-            continue
-        turns = [*prompt.messages, Message("assistant", text)]
-        yield {
-            "messages": [_as_row(turn) for turn in turns],
-            "prompt_ids": prompt.ids.tolist(),
-            "answer_ids": answer.tokens.tolist(),
-            "finish_reason": answer.finish_reason,
-            "forwards": answer.forwards,
-            "origin": prompt.origin,
-        }
 
 
 def _as_row(turn: Message) -> dict[str, str]:
@@ -259,12 +240,15 @@ def summary(
     output: Path,
     conversations: int,
     prompts: Sequence[Prompt],
-    answers: Mapping[int, Answer],
-    found: Found,
-    seconds: float,
+    part: Part,
+    choices: Sequence[Choice],
+    excluded: int,
     left_out_why: dict[str, int],
 ) -> Generated:
-    """Counts over all answers of the journal."""
+    """Counts over all answers of the journal; `excluded` are prompts of sources, and `choices` the
+    tries of own prompts."""
+    answers = part.answers
+    faults = sum((choice.faults for choice in choices), Counter[str]())
     tokens = sum(len(answer.tokens) for answer in answers.values())
     forwards = sum(answer.forwards for answer in answers.values())
     looping = [answer for answer in answers.values() if is_looping(answer.tokens)]
@@ -281,9 +265,9 @@ def summary(
         looping_forwards=sum(answer.forwards for answer in looping),
         source_prompts=len(prompts) - own,
         own_prompts=own,
-        excluded=found.excluded,
-        own_tries=found.own_tries,
-        own_faults=dict(found.own_faults),
-        seconds=seconds,
+        excluded=excluded + faults["excluded"],
+        own_tries=sum(choice.tries for choice in choices),
+        own_faults=dict(faults),
+        seconds=part.seconds,
         left_out_why=left_out_why,
     )

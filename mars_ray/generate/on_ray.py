@@ -21,6 +21,7 @@ from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import EngineError, MarsError
 from mars_ray.generate.run import LEAST, Worker
 from mars_ray.model.directory import weight_files
+from mars_ray.train.plan import absolute_path
 
 # Time that the other engines get once the first is ready; it would otherwise take work that they
 # could do at the same time.
@@ -112,13 +113,15 @@ class RayEngines:
         engine = job.engine
         changes: dict[str, Any] = {"threads": engine.threads or max(1, int(job.cpus_per_worker))}
         if engine.draft_adapter:
-            changes["draft_adapter"] = _absolute(engine.draft_adapter)
+            changes["draft_adapter"] = absolute_path(engine.draft_adapter)
         remote = ray.remote(Worker).options(
             num_cpus=job.cpus_per_worker,
             num_gpus=self._gpus,
             scheduling_strategy="SPREAD",
         )
-        handle: Any = remote.remote(_absolute(job.checkpoint), engine.model_copy(update=changes))
+        handle: Any = remote.remote(
+            absolute_path(job.checkpoint), engine.model_copy(update=changes)
+        )
         actor = _Actor(handle, died_before)
         self._pending[handle.load.remote()] = actor
         return actor
@@ -210,8 +213,3 @@ def _memory_bytes(job: GenerateJob) -> float:
     directory = Path(job.checkpoint)
     stored = sum((directory / name).stat().st_size for name in weight_files(directory))
     return stored * _WEIGHTS_FACTOR + _PROCESS_BYTES
-
-
-def _absolute(path: str) -> str:
-    """The absolute path, for workers that run in another directory."""
-    return str(Path(path).expanduser().absolute())

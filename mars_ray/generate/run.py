@@ -15,13 +15,12 @@ import math
 import platform
 import time
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 
@@ -38,7 +37,6 @@ from mars_ray.errors import ConfigError, DataError, EngineError
 from mars_ray.files import sole_writer, write_whole
 from mars_ray.generate.answers import (
     Answer,
-    Found,
     Generated,
     Line,
     Part,
@@ -250,10 +248,11 @@ class _Generation:
                 if self._turns:
                     first = self._asked.prompts[: max(LEAST, int(_FIRST_SHARE * answers))]
                     is_over = self._answer(first, part, clock, engines, bars)
-            if is_over:
-                prompts, found = self._asked.prompts, Found(len(self._asked.excluded), 0, {})
-            else:
-                prompts, found = self._all_prompts(part, clock, engines, bars)
+            prompts, choices = list(self._asked.prompts), list[Choice]()
+            if not is_over:
+                for place in self._turns:
+                    choices.append(self._own_prompts(place, prompts, part, clock, engines, bars))
+                    prompts += encoded(choices[-1].records, self._encoder, BadRows())
                 self._answer(prompts, part, clock, engines, bars)
         clock.note()
         if not part.answers:
@@ -266,8 +265,8 @@ class _Generation:
             )
         left_out = SkippedPrompts(self._asked)
         count = write_answers(output, prompts, part.answers, self._encoder, self._job, left_out)
-        why = left_out.counts
-        generated = summary(output, count, prompts, part.answers, found, part.seconds, why)
+        excluded = len(self._asked.excluded)
+        generated = summary(output, count, prompts, part, choices, excluded, left_out.counts)
         for line in left_out.lines():
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         table = self._made_from | {"generated": asdict(generated), "provenance": provenance()}
@@ -328,20 +327,6 @@ class _Generation:
         clock.skip()
         return rate
 
-    def _all_prompts(
-        self, part: Part, clock: _Clock, engines: Engines, bars: Bars
-    ) -> tuple[list[Prompt], Found]:
-        """The prompts of the sources, then the model's own."""
-        prompts = list(self._asked.prompts)
-        excluded, tries, faults = len(self._asked.excluded), 0, Counter()
-        for place in self._turns:
-            choice = self._own_prompts(place, prompts, part, clock, engines, bars)
-            prompts += encoded(choice.records, self._encoder, BadRows())
-            excluded += choice.faults["excluded"]
-            tries += choice.tries
-            faults += choice.faults
-        return prompts, Found(excluded, tries, dict(faults))
-
     def _own_prompts(
         self,
         place: int,
@@ -398,7 +383,12 @@ class _Generation:
             # In random order, so that all sources get equal shares however far it gets.
             requests.sort(key=lambda request: hashlib.sha256(request.id.encode()).digest())
         for completions in _decode(requests, 1.0, clock, engines):
-            part.add_answers({int(c.request_id): _answer_of(c) for c in completions})
+            part.add_answers(
+                {
+                    int(c.request_id): Answer(array("i", c.tokens), c.finish_reason, c.forwards)
+                    for c in completions
+                }
+            )
             bars.advance(task, len(completions))
             if time.monotonic() > clock.until(1.0) and len(part.answers) >= LEAST:
                 return True
@@ -427,10 +417,6 @@ def _decode(
     for completions in engines.decode(requests, clock.until(share)):
         clock.note()
         yield completions
-
-
-def _answer_of(completion: Completion) -> Answer:
-    return Answer(array("i", completion.tokens), completion.finish_reason, completion.forwards)
 
 
 def _made_from(job: GenerateJob, asked: SourcePrompts, excluded: frozenset[bytes]) -> Line:
@@ -474,16 +460,12 @@ def _finished(output: Path, done: Path, made_from: Line) -> Generated | None:
     Raises DataError rather than replace a file that is not of this job.
     """
     if done.exists():
-        table = _table(done)
+        try:
+            table = json.loads(done.read_text("utf-8"))
+        except ValueError:
+            raise not_ours(done) from None
         check_same(table, made_from, done)
         return Generated(**table["generated"]) if output.exists() else None
     if output.exists():
         raise not_ours(output)
     return None
-
-
-def _table(done: Path) -> Any:
-    try:
-        return json.loads(done.read_text("utf-8"))
-    except ValueError:
-        raise not_ours(done) from None

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TypeVar
@@ -77,7 +77,11 @@ def missing(
 ) -> ModelError:
     """The error for a name that is no local directory; `error` is the hub's, if it was asked."""
     here = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
-    errors = list(_chain(error))
+    errors: list[BaseException] = []
+    chained: BaseException | None = error
+    while chained is not None:
+        errors.append(chained)
+        chained = chained.__cause__ or chained.__context__
     if found := _of_the_disk(errors):
         from huggingface_hub import constants
 
@@ -94,12 +98,6 @@ def missing(
         f"you mean a directory, correct the path ({_PATH}); if you mean the hub's model, check its "
         "name, the connection, HF_ENDPOINT and HF_TOKEN"
     )
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _why(errors: list[BaseException]) -> str | None:

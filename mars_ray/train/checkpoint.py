@@ -60,8 +60,8 @@ class TrainState:
     identity: str  # of the job, see plan.identity_hash
     loader: LoaderState
     metrics: dict[str, float]  # the latest
-    data: str = ""  # StagePlan.data; empty in checkpoints of earlier versions
-    mask_tokens: int = 0  # mask rows with a target that were trained on so far
+    data: str  # StagePlan.data
+    mask_tokens: int  # mask rows with a target that were trained on so far
 
 
 def directory_of(run_dir: Path, step: int) -> Path:

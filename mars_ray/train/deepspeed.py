@@ -152,20 +152,19 @@ class DeepSpeedEngine:
         named = self._engine.module.named_parameters()
         return ((name, p) for name, p in named if p.requires_grad)
 
-    def _flat_partitions(self) -> list[Tensor]:
-        """This rank's float32 weights, in the pieces that AdamW updates."""
-        optimizer = self._engine.optimizer
-        if self._zero_stage < 3:
-            return optimizer.single_partition_of_fp32_groups
-        return optimizer.fp32_partitioned_groups_flat
-
     def _flat_states(self) -> dict[Tensor, dict[str, Tensor]]:
         return self._engine.optimizer.optimizer.state
 
     def _start_states(self, step: Tensor) -> None:
         """Create the moments as AdamW would in its first step, and let parameters point to them."""
-        states = self._flat_states()
-        for flat in self._flat_partitions():
+        states, optimizer = self._flat_states(), self._engine.optimizer
+        # This rank's float32 weights, in the pieces that AdamW updates.
+        pieces = (
+            optimizer.single_partition_of_fp32_groups
+            if self._zero_stage < 3
+            else optimizer.fp32_partitioned_groups_flat
+        )
+        for flat in pieces:
             states[flat] = {key: torch.zeros_like(flat) for key in _MOMENTS}
             states[flat][_STEP] = step.to(flat.device, copy=True)
         self._link_states()
@@ -185,12 +184,17 @@ class DeepSpeedEngine:
 def zero_settings(
     zero: ZeroConfig, optimizer: OptimizerConfig, *, bfloat16: bool, micro_batch_size: int
 ) -> dict[str, Any]:
+    section: dict[str, Any] = {"stage": zero.zero_stage}
+    if zero.offload != "none":
+        section["offload_optimizer"] = {"device": "cpu"}
+    if zero.offload == "all":
+        section["offload_param"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         # The engine marks the last micro-batch itself (`last`), whatever their number.
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optimizer.max_grad_norm,
-        "zero_optimization": _zero_section(zero),
+        "zero_optimization": section,
         # DeepSpeed's own would be compiled; torch's fused AdamW runs on the CPU as well.
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": bfloat16},
@@ -221,15 +225,6 @@ def gathered(weight: Tensor) -> AbstractContextManager[Any]:
     if not hasattr(weight, "ds_id"):
         return nullcontext()
     return _import_deepspeed(weight.device).zero.GatheredParameters([weight])
-
-
-def _zero_section(zero: ZeroConfig) -> dict[str, Any]:
-    section: dict[str, Any] = {"stage": zero.zero_stage}
-    if zero.offload != "none":
-        section["offload_optimizer"] = {"device": "cpu"}
-    if zero.offload == "all":
-        section["offload_param"] = {"device": "cpu"}
-    return section
 
 
 def _import_deepspeed(device: torch.device) -> ModuleType:

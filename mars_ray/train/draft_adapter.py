@@ -163,9 +163,7 @@ def fresh_weights(
     return weights
 
 
-def untrained_adapter(
-    directory: Path, config: DraftAdapterConfig, depths: int, seed: int = 0
-) -> DraftAdapter:
+def untrained_adapter(directory: Path, config: DraftAdapterConfig, depths: int) -> DraftAdapter:
     """The draft adapter that training starts from, for the model in `directory`.
 
     Raises ModelError.
@@ -174,7 +172,7 @@ def untrained_adapter(
     hidden = base.embedding_VH.shape[1]
     card = draft_card(config, depths, hidden, directory.name, fingerprint(directory))
     mask_token_id = read_card(directory).trained_mask_id
-    return adapter_of(fresh_weights(card, base, seed, mask_token_id), card, base)
+    return adapter_of(fresh_weights(card, base, 0, mask_token_id), card, base)
 
 
 def weights_of(adapter: DraftAdapter, card: DraftCard, base: FrozenModel) -> dict[str, Tensor]:

@@ -4,10 +4,10 @@ An engine receives losses that are already divided by the global counts, so the 
 their *sum* over micro-batches and ranks.
 """
 
-import contextlib
 import math
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -120,12 +120,19 @@ class PlainEngine:
         self._max_grad_norm = config.max_grad_norm
         self._optimizer = make_optimizer(step, config)
         self._parameters = [p for p in step.parameters() if p.requires_grad]
-        self._ddp = _data_parallel(step) if ranks.world_size > 1 else None
+        self._ddp: DistributedDataParallel | None = None
+        if ranks.world_size > 1:
+            with warnings.catch_warnings():
+                # torch 2.13 renames the argument; earlier versions know only the old name.
+                warnings.simplefilter("ignore", FutureWarning)
+                self._ddp = DistributedDataParallel(
+                    step, broadcast_buffers=False, gradient_as_bucket_view=True
+                )
 
     def accumulate(self, layout: Layout, coefficient_BR: Tensor, *, last: bool) -> Tensor:
         self._step.train()
         module: nn.Module = self._ddp or self._step
-        with self._without_reduction(last):
+        with self._ddp.no_sync() if self._ddp and not last else nullcontext():
             with self._timer.measure(), self._autocast():
                 loss, sums = module(
                     coefficient_BR=coefficient_BR.to(self._ranks.device),
@@ -175,17 +182,3 @@ class PlainEngine:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._ranks.device.type, dtype=torch.bfloat16, enabled=self._bfloat16)
-
-    @contextlib.contextmanager
-    def _without_reduction(self, last: bool) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self._ddp is not None and not last:
-                stack.enter_context(self._ddp.no_sync())
-            yield
-
-
-def _data_parallel(step: Step) -> DistributedDataParallel:
-    with warnings.catch_warnings():
-        # torch 2.13 renames the argument; earlier versions know only the old name.
-        warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(step, broadcast_buffers=False, gradient_as_bucket_view=True)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -253,20 +253,17 @@ class TrainLoop:
             directory,
             parts.ranks,
             state,
-            self._rank_state(),
+            {
+                "optimizer": parts.engine.optimizer_state(),
+                "meter": self.meter.state(),
+                "random": checkpoint.random_state(parts.ranks.device),
+            },
             lambda model: parts.write_model(model, state),
         )
         self._saved_step = self._step
         if parts.manager is not None:
             parts.manager.saved()
         parts.report(directory, self._metrics | {"step": self._step})
-
-    def _rank_state(self) -> dict[str, Any]:
-        return {
-            "optimizer": self._parts.engine.optimizer_state(),
-            "meter": self.meter.state(),
-            "random": checkpoint.random_state(self._parts.ranks.device),
-        }
 
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self._started

@@ -117,13 +117,19 @@ def estimate(
         return _draft_estimate(shape, job, stage, row, world_size, batch)
     trained = shape.adapter_parameters(stage.lora.rank) if stage.lora else shape.parameters
     states = _states(shape.parameters, trained, job, world_size)
-    masks, targets = _noisy(stage, row)
-    return MemoryEstimate(
-        **states,
-        activations=_activations(shape, job, batch, row.tokens + masks, on_cuda=on_cuda),
-        head=_head(shape, job, batch * targets, frozen=stage.lora is not None),
-        anchor=_anchor(shape, job, stage, batch * row.tokens),
-    )
+    # Noisy rows, and rows with a target, for one row of a batch.
+    masks, targets, anchor = 0, row.responses, 0.0
+    if isinstance(stage.objective, MarsObjective):
+        noisy = math.ceil(row.responses * stage.objective.noisy_share)
+        masks = row.tokens if stage.objective.layout == "paper" else noisy
+        targets += noisy
+        if stage.objective.anchor_weight:
+            anchor = _number_bytes(job) * shape.parameters + _logits(shape, batch * row.tokens)
+    head = _logits(shape, batch * targets)
+    if stage.lora is None:
+        head += _number_bytes(job) * shape.vocabulary * shape.hidden  # its weight's gradient
+    activations = _activations(shape, job, batch, row.tokens + masks, on_cuda=on_cuda)
+    return MemoryEstimate(**states, activations=activations, head=head, anchor=anchor)
 
 
 def check_memory(
@@ -246,16 +252,6 @@ def _states(held: int, trained: int, job: TrainJob, workers: int) -> dict[str, f
     }
 
 
-def _noisy(stage: StageConfig, row: RowSize) -> tuple[int, int]:
-    """Number of noisy rows, and of rows with a target, for one row of a batch."""
-    objective = stage.objective
-    if not isinstance(objective, MarsObjective):
-        return 0, row.responses
-    noisy = math.ceil(row.responses * objective.noisy_share)
-    masks = row.tokens if objective.layout == "paper" else noisy
-    return masks, row.responses + noisy
-
-
 def _activations(
     shape: ModelShape, job: TrainJob, batch: int, length: int, *, on_cuda: bool
 ) -> float:
@@ -268,14 +264,3 @@ def _activations(
     if job.gradient_checkpointing:
         return shape.layers * size * shape.hidden * rows + 2 * layer
     return shape.layers * layer
-
-
-def _head(shape: ModelShape, job: TrainJob, targets: int, *, frozen: bool) -> float:
-    gradient = 0 if frozen else _number_bytes(job) * shape.vocabulary * shape.hidden
-    return _logits(shape, targets) + gradient
-
-
-def _anchor(shape: ModelShape, job: TrainJob, stage: StageConfig, rows: int) -> float:
-    if not isinstance(stage.objective, MarsObjective) or not stage.objective.anchor_weight:
-        return 0.0
-    return _number_bytes(job) * shape.parameters + _logits(shape, rows)

@@ -69,12 +69,8 @@ class ModelFlops:
 
     def counted(self, counts: Mapping[Any, float]) -> float:
         """FLOPs of a step with these `step_counts`."""
-        return self.step(counts["filled"], counts["targets"], counts["pairs"])
-
-    def step(self, rows: float, target_rows: float, pairs: float) -> float:
-        """FLOPs for these rows without padding, rows with a target, and query-key pairs."""
-        per_weight = self.body_weights * rows + self.head_weights * target_rows
-        return 6 * per_weight + 12 * self.attention_width * pairs
+        per_weight = self.body_weights * counts["filled"] + self.head_weights * counts["targets"]
+        return 6 * per_weight + 12 * self.attention_width * counts["pairs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +232,11 @@ class MetricsWriter:
 
     def __init__(self, path: Path, step: int, total_steps: int, workers: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_after(path, step)
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            # A line without its end was being written when the process died.
+            whole = (line for line in lines if line.endswith("\n"))
+            write_whole(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
         self._file = path.open("a", encoding="utf-8")
         start = {"step": step, "total_steps": total_steps, "workers": workers}
         self._append({"kind": "start", **start})
@@ -289,15 +289,6 @@ class MetricsReader:
         records = [json.loads(line) for line in whole.splitlines()]
         starts = [i for i, record in enumerate(records) if record.get("kind") == "start"]
         return records[starts[-1] :] if known and starts else records
-
-
-def _drop_after(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    # A line without its end was being written when the process died.
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    write_whole(path, "".join(kept))
 
 
 class Board:

@@ -20,6 +20,7 @@ from typing import Any
 import ray
 import ray.train
 import ray.util
+import torch
 from ray import PlacementGroupID
 from ray.train import (
     FailureConfig,
@@ -43,7 +44,7 @@ from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader, StageProgress
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks, stacks
-from mars_ray.train.worker import limit_threads, resume_stage, unpacked
+from mars_ray.train.worker import resume_stage, unpacked
 
 # Ray polls its workers this often (default 2 s): the delay before a dead worker is noticed, and
 # what each stage waits for at its end.
@@ -118,7 +119,8 @@ class _Fit(threading.Thread):
     def run(self) -> None:
         try:
             with _environment(_controller_settings(self._plan.job.cluster)):
-                self.outcome = _trainer(self._plan).fit().return_value
+                returned: Any = _trainer(self._plan).fit().return_value
+                self.outcome = pickle.loads(returned)
         except Exception as error:  # noqa: BLE001 - a thread's edge: `_checked` raises it
             self.error = error
 
@@ -139,6 +141,9 @@ class _Trainer(TorchTrainer):
 def _trainer(plan: StagePlan) -> TorchTrainer:
     cluster = plan.job.cluster
     fewest = cluster.min_workers
+    environment = {"OMP_NUM_THREADS": str(_threads(cluster)), "TOKENIZERS_PARALLELISM": "false"}
+    if not cluster.gpus_per_worker:
+        environment |= _MALLOC
     return _Trainer(
         _work,
         # Pickled separately, or Ray's controller would open the plan's files, wherever it runs.
@@ -154,32 +159,27 @@ def _trainer(plan: StagePlan) -> TorchTrainer:
             name=plan.run_dir.name,
             storage_path=str(plan.run_dir.parent),
             failure_config=FailureConfig(max_failures=cluster.max_failures),
-            callbacks=[_SayFailures()],
-            worker_runtime_env={"env_vars": _worker_environment(cluster)},
+            callbacks=[_failure_printer()],
+            worker_runtime_env={"env_vars": environment},
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
     )
 
 
-def _work(config: dict[str, Any]) -> StageOutcome | MarsError:
-    """The training function, which runs in every worker."""
+def _work(config: dict[str, Any]) -> bytes:
+    """The training function, which runs in every worker; returns a pickled outcome or error."""
     # Ray logs every report, on every rank.
     logging.disable(logging.INFO)
     ranks = Ranks.current(get_device())
     try:
         plan = unpacked(config["plan"], ranks)
     except TrainingError as error:
-        return error
-    _note_resources(plan)
-    limit_threads(_threads(plan.job.cluster))
-    return resume_stage(plan, ranks, _report)
-
-
-def _note_resources(plan: StagePlan) -> None:
-    """Record the workers' resources for `_free_left_over`."""
-    group = get_current_placement_group()
-    if group is not None:
-        (plan.run_dir / _RESOURCES).write_text(group.id.hex())
+        return pickle.dumps(error)
+    if (group := get_current_placement_group()) is not None:
+        (plan.run_dir / _RESOURCES).write_text(group.id.hex())  # for `_free_left_over`
+    torch.set_num_threads(_threads(plan.job.cluster))
+    # Pickled here, or Ray's controller would import torch and transformers to read it.
+    return pickle.dumps(resume_stage(plan, ranks, _report))
 
 
 def _free_left_over(plan: StagePlan) -> None:
@@ -199,13 +199,22 @@ def _report(directory: Path, metrics: dict[str, float]) -> None:
     ray.train.report(metrics)
 
 
-class _SayFailures(UserCallback):
-    """Prints failures on the controller, whose output Ray shows to the driver."""
+def _failure_printer() -> UserCallback:
+    """A callback that prints failures on the controller, whose output Ray shows to the driver.
 
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        for rank, error in sorted(worker_exceptions.items()):
-            lines = str(error).strip().splitlines()
-            print(f"worker {rank} failed: {lines[-1] if lines else type(error).__name__}")
+    Its class is made here so that it is pickled by value. Otherwise the controller imports this
+    module for it, with transformers and all of the model's code: 7 s of CPU in every stage.
+    """
+
+    class SayFailures(UserCallback):
+        def after_exception(
+            self, run_context: Any, worker_exceptions: dict[int, Exception]
+        ) -> None:
+            for rank, error in sorted(worker_exceptions.items()):
+                lines = str(error).strip().splitlines()
+                print(f"worker {rank} failed: {lines[-1] if lines else type(error).__name__}")
+
+    return SayFailures()
 
 
 def _checked(plan: StagePlan, fit: _Fit) -> StageOutcome:
@@ -300,8 +309,3 @@ def _resources(cluster: ClusterConfig) -> dict[str, float]:
 
 def _threads(cluster: ClusterConfig) -> int:
     return cluster.threads_per_worker or max(1, int(cluster.cpus_per_worker))
-
-
-def _worker_environment(cluster: ClusterConfig) -> dict[str, str]:
-    variables = {"OMP_NUM_THREADS": str(_threads(cluster)), "TOKENIZERS_PARALLELISM": "false"}
-    return variables if cluster.gpus_per_worker else variables | _MALLOC

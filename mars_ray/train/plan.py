@@ -149,51 +149,54 @@ def _check_positions(train: Conversations, start_model: Path) -> None:
 
 def with_absolute_paths(job: TrainJob) -> TrainJob:
     """The same job with absolute paths, because workers run in another working directory."""
+
+    def absolute(source: Source | None) -> Source | None:
+        if not isinstance(source, FilesSource):
+            return source
+        return source.model_copy(update={"paths": tuple(map(absolute_path, source.paths))})
+
     data = job.data.model_copy(
         update={
-            "train": _absolute_source(job.data.train),
-            "eval": _absolute_source(job.data.eval) if job.data.eval else None,
-            "own": _absolute_source(job.data.own) if job.data.own else None,
+            "train": absolute(job.data.train),
+            "eval": absolute(job.data.eval),
+            "own": absolute(job.data.own),
             "cache_dir": absolute_path(job.data.cache_dir) if job.data.cache_dir else None,
         }
     )
     model = job.model
     if isinstance(model, PretrainedModel) and Path(model.path).is_dir():
         model = model.model_copy(update={"path": absolute_path(model.path)})
+    stages = dict(job.stages)
+    for name, stage in stages.items():
+        if stage.adapter is not None and stage.adapter.start_from is not None:
+            start = {"start_from": absolute_path(stage.adapter.start_from)}
+            adapter = stage.adapter.model_copy(update=start)
+            stages[name] = stage.model_copy(update={"adapter": adapter})
     update = {
         "data": data,
         "model": model,
         "output_dir": absolute_path(job.output_dir),
-        "stages": {name: _with_absolute_start(stage) for name, stage in job.stages.items()},
+        "stages": stages,
     }
     return job.model_copy(update=update)
 
 
-def _with_absolute_start(stage: StageConfig) -> StageConfig:
-    adapter = stage.adapter
-    if adapter is None or adapter.start_from is None:
-        return stage
-    update = {"start_from": absolute_path(adapter.start_from)}
-    return stage.model_copy(update={"adapter": adapter.model_copy(update=update)})
-
-
 def identity(job: TrainJob) -> dict[str, Any]:
     """Everything of a job that decides what it computes, as flat `section.key` entries."""
-    flat = _flatten(job.model_dump(mode="json"))
-    return {key: value for key, value in flat.items() if not _is_harmless(key)}
+    kept: dict[str, Any] = {}
+    for key, value in _flatten(job.model_dump(mode="json")).items():
+        parts = key.split(".")
+        sections = {".".join(parts[: length + 1]) for length in range(len(parts))}
+        is_micro_batch = parts[0] == "stages" and parts[-1] == "micro_batch_size"
+        if not is_micro_batch and _HARMLESS.isdisjoint(sections):
+            kept[key] = value
+    return kept
 
 
 def identity_hash(job: TrainJob) -> str:
     """A short digest of `identity`."""
     text = json.dumps(identity(job), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _is_harmless(key: str) -> bool:
-    parts = key.split(".")
-    if parts[0] == "stages" and parts[-1] == "micro_batch_size":
-        return True
-    return any(".".join(parts[:length]) in _HARMLESS for length in range(1, len(parts) + 1))
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -209,12 +212,6 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def absolute_path(path: str) -> str:
     """The path in a form that holds in every working directory."""
     return str(Path(path).expanduser().absolute())
-
-
-def _absolute_source(source: Source) -> Source:
-    if not isinstance(source, FilesSource):
-        return source
-    return source.model_copy(update={"paths": tuple(absolute_path(path) for path in source.paths)})
 
 
 def initial_model(job: TrainJob) -> Path:

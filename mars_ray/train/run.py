@@ -53,42 +53,39 @@ def run_training(job: TrainJob, connect: Connect = already) -> TrainResult:
     output_dir = Path(job.output_dir)
     with sole_writer(output_dir, output_dir / ".lock", "output_dir"):
         _claim(output_dir, job)
-        return _run_stages(job, output_dir, connect)
-
-
-def _run_stages(job: TrainJob, output_dir: Path, connect: Connect) -> TrainResult:
-    model, adapter = initial_model(job), None
-    result = TrainResult({}, {}, {}, {})
-    stopped = False
-    for stage in job.stages:
-        exported = output_dir / "models" / stage
-        if not (exported / _SUMMARY).exists():
-            if stopped:
-                raise TrainingError(
-                    f"stopped before stage {stage!r}; run the same command again to resume"
-                )
-            plan = stage_plan(job, stage, model, adapter)
-            connect()
-            _export(plan, fit_stage(plan), exported)
-            # A stop may have been requested when the stage had no step left to stop at.
-            stopped = plan.stop_file.exists()
-        summary = json.loads((exported / _SUMMARY).read_text())
-        if job.stages[stage].adapter is None:
-            model = exported
-        else:
-            adapter = exported
-        result.models[stage] = exported
-        result.steps[stage] = summary["steps"]
-        result.metrics[stage] = summary["metrics"]
-        result.seconds[stage] = summary["seconds"]
-    return result
+        model, adapter = initial_model(job), None
+        result = TrainResult({}, {}, {}, {})
+        stopped = False
+        for stage in job.stages:
+            exported = output_dir / "models" / stage
+            if not (exported / _SUMMARY).exists():
+                if stopped:
+                    raise TrainingError(
+                        f"stopped before stage {stage!r}; run the same command again to resume"
+                    )
+                plan = stage_plan(job, stage, model, adapter)
+                connect()
+                _export(plan, fit_stage(plan), exported)
+                # A stop may have been requested when the stage had no step left to stop at.
+                stopped = plan.stop_file.exists()
+            summary = json.loads((exported / _SUMMARY).read_text())
+            if job.stages[stage].adapter is None:
+                model = exported
+            else:
+                adapter = exported
+            result.models[stage] = exported
+            result.steps[stage] = summary["steps"]
+            result.metrics[stage] = summary["metrics"]
+            result.seconds[stage] = summary["seconds"]
+        return result
 
 
 def _claim(output_dir: Path, job: TrainJob) -> None:
     """Claim the directory for this job. Raises TrainingError if another job has trained here."""
     path = output_dir / "job.json"
     changed = _changes(path, job) if path.exists() else []
-    if _has_trained(output_dir):
+    trained = f"stages/*/*/{MANIFEST}", f"models/*/{_SUMMARY}"
+    if any(any(output_dir.glob(place)) for place in trained):
         if changed:
             raise TrainingError(
                 f"{output_dir} holds a run of another job, with another {', '.join(changed)}. "
@@ -102,22 +99,10 @@ def _claim(output_dir: Path, job: TrainJob) -> None:
         write_whole(path, json.dumps(content, indent=1))
 
 
-def _has_trained(output_dir: Path) -> bool:
-    places = f"stages/*/*/{MANIFEST}", f"models/*/{_SUMMARY}"
-    return any(any(output_dir.glob(place)) for place in places)
-
-
 def _changes(path: Path, job: TrainJob) -> list[str]:
-    before, now = (
-        identity(known) | {"order of stages": list(known.stages)}
-        for known in (_recorded(path), job)
-    )
-    return changed_keys(before, now)
-
-
-def _recorded(path: Path) -> TrainJob:
+    """The keys in which the recorded job differs. Raises TrainingError if it cannot be read."""
     try:
-        return TrainJob.model_validate(json.loads(path.read_text())["job"])
+        recorded = TrainJob.model_validate(json.loads(path.read_text())["job"])
     except json.JSONDecodeError as error:
         raise TrainingError(
             f"{path}, which says what the run is of, is damaged: {error}. Choose another "
@@ -128,6 +113,10 @@ def _recorded(path: Path) -> TrainJob:
             f"{path} is not a job of this version of mars-ray, so its run cannot be resumed: "
             f"{error}. Choose another output_dir, or delete this one"
         ) from error
+    before, now = (
+        identity(known) | {"order of stages": list(known.stages)} for known in (recorded, job)
+    )
+    return changed_keys(before, now)
 
 
 def _export(plan: StagePlan, outcome: StageOutcome, directory: Path) -> None:

@@ -3,7 +3,6 @@
 What a stage trains, a model or a draft adapter, is a module, with a form of its own in checkpoints.
 """
 
-import os
 import pickle
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -90,7 +89,12 @@ def model_module(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Sta
     objective = StageObjective.of(plan.config, plan.seed, card.mask_token_id, plan.own_from)
     if objective.depths:
         card = replace(card, block_size=objective.depths)
-    anchor = _load_anchor(plan, ranks) if objective.needs_anchor else None
+    anchor = None
+    if objective.needs_anchor:  # the starting model, frozen
+        dtype = torch.bfloat16 if plan.job.precision == "bfloat16" else torch.float32
+        attention = _attention(ranks)
+        anchor = load_model(plan.start_model, dtype=dtype, device=ranks.device, attention=attention)
+        anchor.requires_grad_(False)
     step = TrainStep(model, objective.acceptance_weight, anchor)
 
     def write(directory: Path, weights: dict[str, Tensor], state: TrainState) -> None:
@@ -161,15 +165,6 @@ def _loaded_by_all(
             raise problem
     assert model is not None
     return model
-
-
-def _load_anchor(plan: StagePlan, ranks: Ranks) -> PreTrainedModel:
-    """The starting model, frozen."""
-    dtype = torch.bfloat16 if plan.job.precision == "bfloat16" else torch.float32
-    model = load_model(
-        plan.start_model, dtype=dtype, device=ranks.device, attention=_attention(ranks)
-    )
-    return model.requires_grad_(False)
 
 
 def _attention(ranks: Ranks) -> str:
@@ -291,11 +286,14 @@ def unpacked(pickled: bytes, ranks: Ranks) -> StagePlan:
 
 def resume_stage(plan: StagePlan, ranks: Ranks, report: Report) -> StageOutcome | MarsError:
     """`train_stage` from the newest checkpoint of the run directory, if it has one; collective."""
-    try:
-        resume_from = _newest(plan, ranks)
-    except TrainingError as error:
-        return error
-    return train_stage(plan, ranks, resume_from, report)
+    found = ranks.gather((socket.gethostname(), plan.run_dir.is_dir(), newest(plan.run_dir)))
+    if blind := sorted({host for host, sees, _ in found if not sees}):
+        return TrainingError(
+            f"{', '.join(blind)} does not see {plan.run_dir}: output_dir must be on storage that "
+            "all nodes share, mounted at the same place"
+        )
+    # Rank 0's: network file systems may show it to others later.
+    return train_stage(plan, ranks, found[0][2], report)
 
 
 def train_stage(
@@ -340,18 +338,6 @@ def _memory_explained(plan: StagePlan) -> Iterator[None]:
         ) from error
 
 
-def _newest(plan: StagePlan, ranks: Ranks) -> Path | None:
-    """The newest checkpoint on rank 0; network file systems may show it to others later."""
-    found = ranks.gather((socket.gethostname(), plan.run_dir.is_dir(), newest(plan.run_dir)))
-    blind = sorted({host for host, sees, _ in found if not sees})
-    if blind:
-        raise TrainingError(
-            f"{', '.join(blind)} does not see {plan.run_dir}: output_dir must be on storage that "
-            "all nodes share, mounted at the same place"
-        )
-    return found[0][2]
-
-
 def _assemble(
     plan: StagePlan,
     ranks: Ranks,
@@ -365,11 +351,35 @@ def _assemble(
     check_memory(shape_of(plan.start_model), plan.job, plan.config, row, ranks)
     load = draft_module if plan.config.adapter is not None else model_module
     module = load(plan, ranks, resume_from)
-    loader = _loader(plan, ranks)
+    micro_batch_size = plan.micro_batch_size(ranks.world_size)
+    loader = Loader(
+        plan.train,
+        global_batch_size=plan.config.global_batch_size,
+        micro_batch_size=micro_batch_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        seed=plan.seed,
+        packing=plan.job.data.packing,
+        max_length=plan.job.data.max_length,
+    )
     if restored:
         loader.restore(restored.loader)
     timer = RankTimer(ranks)
     engine = make_engine(plan, module.step, ranks, timer)
+    held_out: Callable[[], Iterable[TokenBatch]] | None = None
+    if plan.eval is not None:
+        held_out = partial(
+            eval_batches,
+            plan.eval,
+            micro_batch_size=micro_batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            limit=plan.config.eval_rows,
+        )
+    manager = None
+    with ranks.barrier():
+        if ranks.is_main:
+            manager = CheckpointManager(plan.run_dir, plan.job.checkpoint, plan.stage)
 
     def write_model(directory: Path, state: TrainState) -> None:
         weights = engine.weights()
@@ -383,10 +393,10 @@ def _assemble(
         objective=module.objective,
         loader=loader,
         total_steps=plan.total_steps(loader.steps_per_epoch),
-        eval_batches=_evaluation(plan, ranks),
+        eval_batches=held_out,
         write_model=write_model,
         report=report,
-        manager=_manager(plan, ranks),
+        manager=manager,
         flops=module.flops,
         peak_flops=peak_flops(
             ranks, plan.job.cluster.peak_tflops, bfloat16=plan.job.precision == "bfloat16"
@@ -394,13 +404,6 @@ def _assemble(
         timer=timer,
         watchdog=Watchdog(plan.stacks_dir, ranks.rank, plan.job.cluster.step_timeout_s),
     )
-
-
-def _manager(plan: StagePlan, ranks: Ranks) -> CheckpointManager | None:
-    with ranks.barrier():
-        if ranks.is_main:
-            return CheckpointManager(plan.run_dir, plan.job.checkpoint, plan.stage)
-    return None
 
 
 def make_engine(plan: StagePlan, step: Step, ranks: Ranks, timer: RankTimer) -> Engine:
@@ -412,32 +415,6 @@ def make_engine(plan: StagePlan, step: Step, ranks: Ranks, timer: RankTimer) -> 
     return PlainEngine(step, optimizer, ranks, bfloat16=bfloat16, timer=timer)
 
 
-def _loader(plan: StagePlan, ranks: Ranks) -> Loader:
-    return Loader(
-        plan.train,
-        global_batch_size=plan.config.global_batch_size,
-        micro_batch_size=plan.micro_batch_size(ranks.world_size),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        seed=plan.seed,
-        packing=plan.job.data.packing,
-        max_length=plan.job.data.max_length,
-    )
-
-
-def _evaluation(plan: StagePlan, ranks: Ranks) -> Callable[[], Iterable[TokenBatch]] | None:
-    if plan.eval is None:
-        return None
-    return partial(
-        eval_batches,
-        plan.eval,
-        micro_batch_size=plan.micro_batch_size(ranks.world_size),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        limit=plan.config.eval_rows,
-    )
-
-
 def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainState:
     checkpoint.verify(directory)
     state = checkpoint.read_state(directory)
@@ -446,11 +423,10 @@ def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainSta
             f"{directory} was written by another job (its resolved configuration differs). "
             "Choose another output_dir, or delete this one"
         )
-    if state.data and state.data != plan.data:
+    if state.data != plan.data:
         raise CheckpointError(
             f"{directory} was trained on other conversations than there are now: a file of [data] "
-            "has changed, or how it is tokenised (or it was written when mars-ray told data by "
-            "their lengths alone). Put it back, or choose another output_dir"
+            "has changed, or how it is tokenised. Put it back, or choose another output_dir"
         )
     return state
 
@@ -458,7 +434,6 @@ def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainSta
 def _restore_rank(
     parts: StageParts, loop: TrainLoop, directory: Path, restored: TrainState
 ) -> None:
-    """Restore optimizer, random state and running means of this rank."""
     ranks = parts.ranks
     parts.engine.load_optimizer_state(
         checkpoint.read_rank_state(directory, rank)["optimizer"]
@@ -468,9 +443,3 @@ def _restore_rank(
         mine = checkpoint.read_rank_state(directory, ranks.rank)
         checkpoint.load_random_state(mine["random"], ranks.device)
         loop.meter.load(mine["meter"])
-
-
-def limit_threads(threads: int) -> None:
-    """Cap this process's CPU threads; tokenizers would otherwise start their own."""
-    torch.set_num_threads(threads)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -22,7 +22,6 @@ from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.tune import Objectives, TuneJob
 from mars_ray.core.frontier import (
-    FRONTIER_FILE,
     Frontier,
     FrontierPoint,
     read_frontier,
@@ -31,7 +30,7 @@ from mars_ray.core.frontier import (
 from mars_ray.decode.kv_cache import model_context
 from mars_ray.decode.request import check_context
 from mars_ray.errors import ConfigError, MarsError, TrainingError
-from mars_ray.evaluate.run import is_whole, run_evaluation
+from mars_ray.evaluate.run import run_evaluation, written
 from mars_ray.evaluate.tasks import Problem, prompts_of
 from mars_ray.files import replaced, write_whole
 from mars_ray.model.load import load_tokenizer, read_config
@@ -49,7 +48,9 @@ _STATUSES = ("finished", "stopped", "failed")
 def survivors(ledger: Ledger, objectives: Objectives) -> list[TrialRecord]:
     """Finished trials that no other beats in both expected T/F and clean loss, best score first."""
     finished = [trial for trial in ledger.trials.values() if trial.status == "finished"]
-    front = undominated(finished, _cheap_gains)
+    front = undominated(
+        finished, lambda trial: (trial.metrics["tokens_per_forward"], -trial.metrics["clean_ce"])
+    )
     return sorted(front, key=lambda trial: -trial.score)[: objectives.max_survivors]
 
 
@@ -78,12 +79,13 @@ def measure(
     Raises MarsError.
     """
     output_dir = Path(job.output_dir)
-    exact, verified = (ExactMode(),), tuple(_modes(job.objectives))
-    jobs = {START: _evaluation(job, START, start_model, exact)}
+    asked = job.objectives
+    verified = tuple(VerifiedMode(threshold=t, groups=asked.groups) for t in asked.thresholds)
+    jobs = {START: _evaluation(job, START, start_model, (ExactMode(),))}
     for trial in trials:
         assert trial.model is not None
         jobs[trial.trial] = _evaluation(job, trial.trial, output_dir / trial.model, verified)
-    missing = {name: each for name, each in jobs.items() if not _is_measured(each)}
+    missing = {name: each for name, each in jobs.items() if not written(each)}
     console.print(f"generating with {len(missing)} of {len(jobs)} models")
     evaluate = ray.remote(num_cpus=1, num_gpus=_gpus(job), max_retries=job.retries)(_evaluate)
     waiting = [evaluate.remote(each) for each in missing.values()]
@@ -91,19 +93,15 @@ def measure(
         task = bars.add_task("models that have generated", total=len(waiting))
         while waiting:
             done, waiting = ray.wait(waiting)
-            _raise_failure(done)
+            try:
+                ray.get(done)
+            except RayTaskError as error:
+                # Ray's own error hides the cause behind the worker's traceback.
+                if isinstance(error.cause, MarsError):
+                    raise error.cause from None
+                raise
             bars.advance(task)
     return {name: read_frontier(each.output_dir or "") for name, each in jobs.items()}
-
-
-def _raise_failure(done: list[ray.ObjectRef]) -> None:
-    """Raise the error of a failed task; Ray's own error hides it behind the worker's traceback."""
-    try:
-        ray.get(done)
-    except RayTaskError as error:
-        if isinstance(error.cause, MarsError):
-            raise error.cause from None
-        raise
 
 
 def _gpus(job: TuneJob) -> float:
@@ -139,15 +137,6 @@ def _accuracy(frontier: Frontier) -> float:
     return frontier.points[0].accuracy
 
 
-def _cheap_gains(trial: TrialRecord) -> tuple[float, ...]:
-    return trial.metrics["tokens_per_forward"], -trial.metrics["clean_ce"]
-
-
-def _modes(objectives: Objectives) -> list[Mode]:
-    groups = objectives.groups
-    return [VerifiedMode(threshold=value, groups=groups) for value in objectives.thresholds]
-
-
 def _evaluation(job: TuneJob, name: str, model: Path, modes: tuple[Mode, ...]) -> EvaluateJob:
     return EvaluateJob(
         checkpoint=str(model),
@@ -157,15 +146,6 @@ def _evaluation(job: TuneJob, name: str, model: Path, modes: tuple[Mode, ...]) -
         max_new_tokens=job.objectives.max_new_tokens,
         engine=job.objectives.engine,
     )
-
-
-def _is_measured(job: EvaluateJob) -> bool:
-    """Whether there is a whole frontier of this job; the objectives may have changed since."""
-    assert job.output_dir is not None
-    if not (Path(job.output_dir) / FRONTIER_FILE).exists():
-        return False
-    frontier = read_frontier(job.output_dir)
-    return is_whole(frontier) and frontier.provenance.get("job") == job.model_dump(mode="json")
 
 
 def _evaluate(job: EvaluateJob) -> None:
@@ -264,6 +244,8 @@ def _rank(row: Row) -> tuple[float, ...]:
 def _row(job: TuneJob, trial: TrialRecord, frontier: Frontier | None, best: bool) -> Row:
     exact = frontier.points[0] if frontier else None
     speed = fastest(frontier, job.objectives) if frontier else None
+    points = frontier.points if frontier else ()
+    lossless = [point.tokens_per_forward for point in points if point.threshold == 1]
     return Row(
         trial=trial.trial,
         status=trial.status,
@@ -278,17 +260,11 @@ def _row(job: TuneJob, trial: TrialRecord, frontier: Frontier | None, best: bool
         threshold=speed.threshold if speed else None,
         threshold_accuracy=speed.accuracy if speed else None,
         tokens_per_forward=speed.tokens_per_forward if speed else None,
-        tokens_per_forward_lossless=_lossless(frontier),
+        tokens_per_forward_lossless=lossless[0] if lossless else None,
         attempts_failed=len(trial.errors),
         error=trial.errors[-1] if trial.errors else None,
         values=trial.values,
     )
-
-
-def _lossless(frontier: Frontier | None) -> float | None:
-    points: list[FrontierPoint] = list(frontier.points) if frontier else []
-    speeds = [point.tokens_per_forward for point in points if point.threshold == 1]
-    return speeds[0] if speeds else None
 
 
 def _flat(rows: list[Row]) -> list[dict[str, Any]]:
@@ -315,12 +291,11 @@ def _cells(row: Row) -> list[str]:
         _number(row.clean_ce, ".4f"),
         _number(row.exact_accuracy, ".1%"),
         speed,
-        ", ".join(f"{_name(key)} {_short(value)}" for key, value in row.values.items()),
+        ", ".join(
+            f"{key.rpartition('.')[2].replace('_', ' ')} {_short(value)}"
+            for key, value in row.values.items()
+        ),
     ]
-
-
-def _name(key: str) -> str:
-    return key.rpartition(".")[2].replace("_", " ")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -18,15 +18,15 @@ cut off.
 """
 
 import json
-import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import exp, inf, log
+from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, Protocol
 
+import numpy as np
 from ray import tune
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler, PopulationBasedTraining, TrialScheduler
@@ -150,9 +150,10 @@ def check_space(job: TuneJob) -> None:
     could not generate under the job's objectives.
     """
     for key, parameter in job.space.items():
-        for value in _corners(parameter):
-            _check_point(job, {key: value})
-    generator = random.Random(job.seed)
+        is_choice = isinstance(parameter, Choice)
+        for value in parameter.values if is_choice else (parameter.low, parameter.high):
+            _check_point(job, {key: _plain(value) if is_choice else value})
+    generator = np.random.default_rng(job.seed)
     for _ in range(_TRIED_POINTS):
         _check_point(job, values_at(job, draw(job, generator)))
 
@@ -171,8 +172,10 @@ def _check_point(job: TuneJob, values: Mapping[str, Any]) -> None:
         )
 
 
-def draw(job: TuneJob, generator: random.Random) -> dict[str, float]:
-    return {key: _draw(parameter, generator) for key, parameter in job.space.items()}
+def draw(job: TuneJob, generator: np.random.Generator) -> dict[str, float]:
+    """A point of the space, as random search draws it."""
+    drawn = domains(job).items()
+    return {key: domain.sample(random_state=generator) for key, domain in drawn}
 
 
 def _value(parameter: Parameter, drawn: float) -> Any:
@@ -192,25 +195,6 @@ def _plain(value: Any) -> Any:
         return json.loads(json.dumps(value))
     except TypeError:
         raise ConfigError(f"space: {value!r} is no number, text, list or table") from None
-
-
-def _corners(parameter: Parameter) -> Iterator[Any]:
-    if isinstance(parameter, Choice):
-        yield from map(_plain, parameter.values)
-    else:
-        yield from (parameter.low, parameter.high)
-
-
-def _draw(parameter: Parameter, generator: random.Random) -> float:
-    match parameter:
-        case Choice(values=values):
-            return generator.randrange(len(values))
-        case IntRange(low=low, high=high):
-            return generator.randint(low, high)
-        case LogUniform(low=low, high=high):
-            return exp(generator.uniform(log(low), log(high)))
-        case _:
-            return generator.uniform(parameter.low, parameter.high)
 
 
 class Rule(Protocol):

@@ -63,7 +63,7 @@ from mars_ray.tune.search import (
     trials_ended,
     values_at,
 )
-from mars_ray.tune.trial import MarsTrial, SweepPlan
+from mars_ray.tune.trial import MarsTrial
 
 PLOT_FILE = "pareto.png"
 BEST_FILE = "best.toml"
@@ -85,7 +85,6 @@ _SETTINGS = {
 class Sweep:
     """A sweep that has ended."""
 
-    job: TuneJob
     rows: list[Row]
     summary: dict[str, Any]
 
@@ -96,24 +95,21 @@ def run_sweep(job: TuneJob, console: Console, connect: Connect = already) -> Swe
     resolved = absolute(job)
     directory = Path(resolved.output_dir)
     with sole_writer(directory, directory / ".lock", "output_dir"):
-        return _run(job, resolved, console, connect)
-
-
-def _run(job: TuneJob, resolved: TuneJob, console: Console, connect: Connect) -> Sweep:
-    ledger = run_trials(job, console, connect)
-    kept = survivors(ledger, job.objectives)
-    frontiers = measure(resolved, kept, start_model(resolved), console)
-    chosen = best(frontiers, job.objectives, kept)
-    rows = rows_of(job, ledger, frontiers, chosen)
-    sweep = Sweep(job, rows, summary_of(job, rows, frontiers))
-    directory = Path(resolved.output_dir)
-    write_results(directory, job, rows, sweep.summary)
-    trials = [trial for trial in ledger.trials.values() if trial.metrics]
-    points = [_point(job, trial, frontiers.get(trial.trial), trial is chosen) for trial in trials]
-    with replaced(directory / PLOT_FILE) as draft:
-        plot_sweep(points, frontiers[START].points[0], draft)
-    _write_best(job, chosen, directory / BEST_FILE)
-    return sweep
+        ledger = run_trials(job, console, connect)
+        kept = survivors(ledger, job.objectives)
+        frontiers = measure(resolved, kept, start_model(resolved), console)
+        chosen = best(frontiers, job.objectives, kept)
+        rows = rows_of(job, ledger, frontiers, chosen)
+        sweep = Sweep(rows, summary_of(job, rows, frontiers))
+        write_results(directory, job, rows, sweep.summary)
+        trials = [trial for trial in ledger.trials.values() if trial.metrics]
+        points = [
+            _point(job, trial, frontiers.get(trial.trial), trial is chosen) for trial in trials
+        ]
+        with replaced(directory / PLOT_FILE) as draft:
+            plot_sweep(points, frontiers[START].points[0], draft)
+        _write_best(job, chosen, directory / BEST_FILE)
+        return sweep
 
 
 def _point(job: TuneJob, trial: TrialRecord, frontier: Frontier | None, chosen: bool) -> TrialPoint:
@@ -146,10 +142,10 @@ def run_trials(job: TuneJob, console: Console, connect: Connect = already) -> Le
     check_space(job)
     problems = problems_of(job.objectives.task)
     _claim(job)
-    plan = SweepPlan(job, start_model(job, connect))
-    check_room(job, problems, plan.start_model)
+    start = start_model(job, connect)
+    check_room(job, problems, start)
     # Tokenises the data once, before the first trial needs it.
-    stage_plan(job.train, job.stage_name, plan.start_model)
+    stage_plan(job.train, job.stage_name, start)
     connect()
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
     # Otherwise Tune warns about missing result files, which it was configured not to write.
@@ -158,7 +154,7 @@ def run_trials(job: TuneJob, console: Console, connect: Connect = already) -> Le
     with warnings.catch_warnings():
         # A trial that replaces another is a Train run of its own, so there is nothing to reuse.
         warnings.filterwarnings("ignore", "Consider boosting PBT performance")
-        tuner = _tuner(plan, _Watch(job, path, console), console)
+        tuner = _tuner(job, start, _Watch(job, path, console), console)
         with Lines(console, lambda: f"{trials_ended(path)} of {job.trials} trials have ended"):
             grid = tuner.fit()
     ledger = Ledger(path)
@@ -197,10 +193,10 @@ def trials_at_once(job: TuneJob, cluster: Mapping[str, float]) -> int:
     return max(1, min(room, job.trials))
 
 
-def _tuner(plan: SweepPlan, watch: "_Watch", console: Console) -> tune.Tuner:
-    job = plan.job
+def _tuner(job: TuneJob, start: Path, watch: "_Watch", console: Console) -> tune.Tuner:
     trainable: Any = tune.with_resources(
-        tune.with_parameters(MarsTrial, plan=plan), {"memory": _DRIVER_MEMORY_BYTES}
+        tune.with_parameters(MarsTrial, sweep=job, start_model=start),
+        {"memory": _DRIVER_MEMORY_BYTES},
     )
     state = Path(job.output_dir) / _NAME
     if any(state.glob("experiment_state-*.json")):
@@ -219,7 +215,7 @@ def _tuner(plan: SweepPlan, watch: "_Watch", console: Console) -> tune.Tuner:
             num_samples=job.trials,
             search_alg=searcher_of(job, at_once),
             scheduler=scheduler_of(job, watch.ledger.path),
-            trial_dirname_creator=_directory_name,
+            trial_dirname_creator=lambda trial: trial.trial_id,
         ),
         run_config=tune.RunConfig(
             name=_NAME,
@@ -352,10 +348,6 @@ def _deciding(job: Mapping[str, Any]) -> dict[str, Any]:
     weight = job["objectives"]["clean_ce_weight"]
     others = {key: value for key, value in job.items() if key != "objectives"}
     return others | {"objectives.clean_ce_weight": weight}
-
-
-def _directory_name(trial: Trial) -> str:
-    return trial.trial_id
 
 
 def _error(trial: Trial) -> str:

@@ -9,7 +9,6 @@ import shutil
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +38,20 @@ _TAKEN = "taken.json"
 _DIVERGED = {"tokens_per_forward": 1.0, "clean_ce": 20.0}
 
 
-@dataclass(frozen=True, slots=True)
-class SweepPlan:
-    """The data that all trials share; it is put into the object store once."""
-
-    job: TuneJob  # with absolute paths
-    start_model: Path  # start of the tried stage
-
-
 class MarsTrial(tune.Trainable):
     """One trial; each `step` runs to the next evaluation."""
 
-    # `tune.with_parameters` adds the plan.
+    # `tune.with_parameters` adds the sweep's job, with absolute paths, and its starting model.
     def setup(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, config: dict[str, Any], plan: SweepPlan
+        self, config: dict[str, Any], sweep: TuneJob, start_model: Path
     ) -> None:
-        values = values_at(plan.job, config)
-        self._job = job_of(plan.job, self.trial_id, values)
-        _log_to(Path(self._job.output_dir) / "driver.log")
-        self._plan = stage_plan(self._job, plan.job.stage_name, plan.start_model)
-        self._objectives = plan.job.objectives
+        job = job_of(sweep, self.trial_id, values_at(sweep, config))
+        # What a Train run shows on a terminal goes to a file.
+        log = Path(job.output_dir) / "driver.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        sys.stderr = log.open("a", buffering=1, encoding="utf-8")
+        self._plan = stage_plan(job, sweep.stage_name, start_model)
+        self._objectives = sweep.objectives
         self._run: _Run | None = None
 
     def step(self) -> dict[str, Any]:
@@ -134,16 +127,13 @@ class _Run(threading.Thread):
         # Reads the file from the start each time, because a restarted run truncates it.
         for record in MetricsReader(self._plan.metrics_file).new():
             step = record["step"]
-            if record["kind"] != "eval" or step <= self._seen_step or step == self._last_step:
+            last = self._plan.config.steps
+            if record["kind"] != "eval" or step <= self._seen_step or step == last:
                 continue
             if self._is_saved(step):
                 self._seen_step = step
                 return step, {k: v for k, v in record.items() if k not in ("kind", "step")}
         return None
-
-    @property
-    def _last_step(self) -> int | None:
-        return self._plan.config.steps
 
     def _is_saved(self, step: int) -> bool:
         """Whether this step's weights are saved; Tune may request them right after evaluation."""
@@ -151,12 +141,6 @@ class _Run(threading.Thread):
             return True
         newest = checkpoint.newest(self._plan.run_dir)
         return newest is not None and newest >= checkpoint.directory_of(self._plan.run_dir, step)
-
-
-def _log_to(path: Path) -> None:
-    """Redirect a Train run's terminal output to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sys.stderr = path.open("a", buffering=1, encoding="utf-8")
 
 
 def job_of(job: TuneJob, trial: str, values: dict[str, Any]) -> TrainJob:

@@ -21,15 +21,14 @@ FIXED = "engine.window_control=false"
 
 @pytest.mark.slow
 def test_a_draft_adapter_is_measured_on_prompts_of_files(tmp_path):
-    """Guards an adapter that never reaches the engine, and a result that programs cannot read; the
-    name that the command had still works."""
+    """Guards an adapter that never reaches the engine, and a result that programs cannot read."""
     base = write_base(tmp_path / "base")
     adapter = write_perfect(base, tmp_path / "perfect")
     prompts = tmp_path / "letters.jsonl"
     prompts.write_text("".join(f'{{"prompt": "letters {n}"}}\n' for n in range(4)))
     task = f"task={{kinds={{letters={{type='files', paths=['{prompts}']}}}}}}"
     output = tmp_path / "new" / "result.json"
-    words = ["bench", "decode", str(base), *SMALL, *ENGINE, FIXED, task, "--output", str(output)]
+    words = ["bench", str(base), *SMALL, *ENGINE, FIXED, task, "--output", str(output)]
     words.append(f"engine.draft_adapter={adapter}")
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     result = json.loads(done.stdout.splitlines()[-1])

@@ -20,7 +20,7 @@ from mars_ray.train.model_step import StageObjective
 from mars_ray.train.ranks import Ranks
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
-STATE = TrainState(7, 20, 1.5, 1, "abc", LoaderState(1, 3), {"loss": 0.5})
+STATE = TrainState(7, 20, 1.5, 1, "abc", LoaderState(1, 3), {"loss": 0.5}, "data", 0)
 
 
 def write(directory):

@@ -30,7 +30,7 @@ from mars_ray.train.ranks import Ranks
 from mars_ray.train.worker import train_stage
 
 STEPS = 20
-STATE = TrainState(1, 20, 0.0, 2, "job", LoaderState(0, 1), {})
+STATE = TrainState(1, 20, 0.0, 2, "job", LoaderState(0, 1), {}, "data", 0)
 
 
 def train_all(plans: list[tuple[StagePlan, Path | None]], results: Path) -> None:

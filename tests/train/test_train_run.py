@@ -7,11 +7,14 @@ import pickle
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from ray import cloudpickle
 from train.small_jobs import make_job, make_model, make_plan, records
 
 from mars_ray.config.train import TrainJob
@@ -185,3 +188,14 @@ def test_a_node_that_does_not_see_the_cache_is_named(model, tmp_path):
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(TrainingError, match=r"rank 0 on .*data\.cache_dir must be on storage"):
         unpacked(pickled, ALONE)
+
+
+def test_rays_controller_imports_nothing_of_ours():
+    """Guards seconds of CPU at the start of every stage: by reference, the controller would import
+    transformers and the model's code to read the callback."""
+    code = (
+        "import sys; from ray import cloudpickle; cloudpickle.load(sys.stdin.buffer); "
+        "sys.exit(any(name.startswith(('mars_ray', 'transformers')) for name in sys.modules))"
+    )
+    pickled = cloudpickle.dumps(on_ray._failure_printer())
+    assert subprocess.run([sys.executable, "-c", code], input=pickled, check=False).returncode == 0

@@ -9,16 +9,16 @@ import pytest
 from train.small_jobs import make_model
 from tune.sweeps import make_sweep
 
+from mars_ray.config.modes import VerifiedMode
 from mars_ray.config.tune import Objectives
 from mars_ray.core.frontier import Frontier, FrontierPoint
 from mars_ray.errors import ConfigError, TrainingError
+from mars_ray.evaluate.run import written
 from mars_ray.evaluate.tasks import problems_of
 from mars_ray.train import checkpoint
 from mars_ray.tune.results import (
     START,
     _evaluation,
-    _is_measured,
-    _modes,
     best,
     check_room,
     fastest,
@@ -189,15 +189,16 @@ def test_prompts_without_room_are_refused_before_any_trial(tmp_path: Path):
 def test_what_was_measured_by_other_objectives_is_measured_anew(tmp_path: Path):
     """Guards a table of two kinds of numbers once objectives were changed."""
     job = make_sweep(tmp_path / "model", tmp_path)
-    asked = _evaluation(job, "a", tmp_path / "model", tuple(_modes(job.objectives)))
-    assert not _is_measured(asked)
+    modes = tuple(VerifiedMode(threshold=value) for value in job.objectives.thresholds)
+    asked = _evaluation(job, "a", tmp_path / "model", modes)
+    assert not written(asked)
     points = (None, 0.9, 1.0), (1.0, 0.9, 3.0), (0.5, 0.9, 3.1)
     place = tmp_path / "frontiers" / "a" / "frontier.json"
     place.parent.mkdir(parents=True)
     for found, measured in ((points, True), (points[:2], False)):
         provenance = {"job": asked.model_dump(mode="json")}
         place.write_text(replace(frontier(*found), provenance=provenance).to_json())
-        assert _is_measured(asked) is measured
+        assert bool(written(asked)) is measured
     place.write_text(replace(frontier(*points), provenance=provenance).to_json())
-    assert _is_measured(asked)
-    assert not _is_measured(asked.model_copy(update={"max_new_tokens": 9}))
+    assert written(asked)
+    assert not written(asked.model_copy(update={"max_new_tokens": 9}))

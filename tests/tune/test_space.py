@@ -2,10 +2,10 @@
 
 import copy
 import json
-import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from tune.sweeps import make_sweep, make_table
@@ -44,7 +44,7 @@ def test_drawn_points_lie_in_the_space():
         objective__block_size__size={"type": "int_range", **low_high},
         objective__ar_weight={"type": "uniform", **low_high},
     )
-    generator = random.Random(0)
+    generator = np.random.default_rng(0)
     points = [values_at(job, draw(job, generator)) for _ in range(300)]
     assert {point["objective.block_size.size"] for point in points} == {2, 3, 4}
     assert all(2 <= point["objective.ar_weight"] <= 4 for point in points)
