@@ -297,12 +297,7 @@ class Engine:
         begin_s = time.monotonic()
         if late := self._expire():
             return late
-        # Also of those that wait: the step may admit them, and the first one may have masks.
-        for sequence in self._scheduler.all():
-            if quality := sequence.request.quality:
-                sequence.threshold = self.thresholds.of(quality)
-        if self.control:
-            self.control.choose(self._scheduler.next_sequences())
+        self._prepare()
         work = self._scheduler.schedule()
         self.last_rows = sum(item.rows for item in work)
         if not work:
@@ -325,6 +320,15 @@ class Engine:
         if self.control:
             self.control.cost.observe(self.last_rows, end_s - forward_s, len(work), *attended)
         return events
+
+    def _prepare(self) -> None:
+        """Set threshold, masks and drafts of each sequence for the next step."""
+        # Also of those that wait: the step may admit them, and the first one may have masks.
+        for sequence in self._scheduler.all():
+            if quality := sequence.request.quality:
+                sequence.threshold = self.thresholds.of(quality)
+        if self.control:
+            self.control.choose(self._scheduler.next_sequences())
 
     def _commit(self, work: list[Work], read: Iterator[_Read]) -> list[TokenEvent]:
         """Commit the results of the forward's rows for each sequence."""
