@@ -404,14 +404,14 @@ def advise(
     table |= {"model_name": model_name, "slos": [_slo(text) for text in slo or ()]}
     job = _job(AdviseJob, table, overrides, dry_run)
     from mars_ray.advise.advice import advise as advised
-    from mars_ray.advise.advice import print_advice, summary, write_page
-    from mars_ray.files import check_writable
+    from mars_ray.advise.advice import print_advice, report, summary
+    from mars_ray.files import check_writable, write_whole
 
     if page:
         check_writable(page, "--page")
     advice = advised(job, _console(), token, workers)
     if page:
-        write_page(advice, page)
+        write_whole(page, report(advice))
     print_advice(advice, _console())
     _print_result(summary(advice, page))
 

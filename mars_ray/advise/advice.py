@@ -8,7 +8,7 @@ of one size, and as our policy scales them. The page at the end tells all of it.
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from mars_ray.autoscale.service_model import (
     step_rows,
 )
 from mars_ray.config.scaling import AdviseJob, ScalingConfig, Slo, ThresholdBounds
-from mars_ray.files import ResultCache, write_whole
+from mars_ray.files import ResultCache
 from mars_ray.page import BLUE, GREEN, GREY, ORANGE, Cell, Part, Table, page, plain, svg
 from mars_ray.provenance import provenance
 from mars_ray.simulator.cases import Case, Fixed, run_parts
@@ -129,6 +129,10 @@ class Verdict:
     pays: bool
     why: str
 
+    @property
+    def answer(self) -> str:
+        return "Yes" if self.pays else "No"
+
 
 Found = dict[Way, Fleets]
 
@@ -193,12 +197,9 @@ def objectives(model: ServiceModel, trace: Trace) -> tuple[Slo, ...]:
         rows = step_rows(model, token_s)
         prompt_s = math.ceil(prompt / rows) * model.step_s(rows, prompt / 2)
         first_s = max(_TOKENS * token_s, _ALONE * prompt_s)
-        found.append(Slo(ttft_s=_rounded(first_s), time_per_token_s=_rounded(token_s)))
+        first_s, token_s = (float(f"{seconds:.2g}") for seconds in (first_s, token_s))
+        found.append(Slo(ttft_s=first_s, time_per_token_s=token_s))
     return tuple(found)
-
-
-def _rounded(seconds: float) -> float:
-    return float(f"{seconds:.2g}")
 
 
 def ways(model: ServiceModel, threshold: float | None) -> list[Way]:
@@ -244,8 +245,19 @@ def capacity(given: Case, way: Way) -> float:
 
 
 def fleets(given: Case, way: Way) -> Fleets:
+    """The fleets that keep the objective in this way of decoding."""
     trace, carried = given.trace, capacity(given, way)
-    by_hour = [_of_hour(given, way, part, carried) for part in _hours(trace)]
+    by_hour: list[int | None] = []
+    hour = (trace.arrival_s // HOUR_S).astype(int)
+    for n in range(int(hour[-1]) + 1):
+        if not (hour == n).any():
+            by_hour.append(1)
+        elif not carried:  # no fleet helps where a lone sequence is too slow already
+            by_hour.append(None)
+        else:
+            part = trace.part(n * HOUR_S, HOUR_S)
+            guess = math.ceil(len(part) / HOUR_S / carried)
+            by_hour.append(_smallest_fleet(given, way, part, guess))
     largest = max((n for n in by_hour if n), default=1)
     fixed = _smallest_fleet(given, way, trace, largest) if carried else None
     return Fleets(
@@ -278,25 +290,6 @@ def smallest(enough: Callable[[int], bool], guess: int, most: int) -> int | None
             size = (low + high) // 2
         step *= 2
     return high if high <= most else None
-
-
-def _hours(trace: Trace) -> list[Trace | None]:
-    """The trace by hours; None for an hour without a request."""
-    hour = (trace.arrival_s // HOUR_S).astype(int)
-    there = set(hour.tolist())
-    return [
-        trace.part(n * HOUR_S, HOUR_S) if n in there else None for n in range(int(hour[-1]) + 1)
-    ]
-
-
-def _of_hour(given: Case, way: Way, part: Trace | None, carried: float) -> int | None:
-    """The smallest fleet for an hour by itself."""
-    if part is None:
-        return 1
-    # No fleet helps where a lone sequence is too slow already.
-    if not carried:
-        return None
-    return _smallest_fleet(given, way, part, math.ceil(len(part) / HOUR_S / carried))
 
 
 def _smallest_fleet(given: Case, way: Way, part: Trace, guess: int) -> int | None:
@@ -437,7 +430,7 @@ def print_advice(advice: Advice, console: Console) -> None:
     for each in advice.objectives:
         console.print(objective(each.case).capitalize(), style="bold")
         lines = [recommendation(each)]
-        lines += [f"{v.question} {'Yes' if v.pays else 'No'}: {v.why}." for v in each.verdicts]
+        lines += [f"{v.question} {v.answer}: {v.why}." for v in each.verdicts]
         for line in lines:
             console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
@@ -445,6 +438,14 @@ def print_advice(advice: Advice, console: Console) -> None:
 def summary(advice: Advice, page: Path | None) -> dict[str, Any]:
     """The line that the command prints last."""
     trace = advice.trace
+
+    def short(found: Fleets) -> dict[str, Any]:
+        """Without the timeline."""
+        table = asdict(found)
+        for line in ("at_s", "ready"):
+            (table["scaled"] or {}).pop(line, None)
+        return table | {"replica_hours": found.replica_hours, "fixed_hours": found.fixed_hours}
+
     return {
         "job": advice.job.model_dump(mode="json"),
         "service_model": {"name": advice.model.name, "provenance": advice.model.provenance},
@@ -457,7 +458,7 @@ def summary(advice: Advice, page: Path | None) -> dict[str, Any]:
             {
                 "slo": each.case.slo.model_dump(),
                 "step_rows": each.case.model.step_rows,
-                "fleets": {way.name: _short(found) for way, found in each.found.items()},
+                "fleets": {way.name: short(found) for way, found in each.found.items()},
                 "advice": recommendation(each),
                 "verdicts": [asdict(verdict) for verdict in each.verdicts],
             }
@@ -468,28 +469,29 @@ def summary(advice: Advice, page: Path | None) -> dict[str, Any]:
     }
 
 
-def _short(found: Fleets) -> dict[str, Any]:
-    table = asdict(replace(found, scaled=None))
-    table |= {"replica_hours": found.replica_hours, "fixed_hours": found.fixed_hours}
-    if found.scaled:
-        scaled = asdict(found.scaled)
-        table["scaled"] = {key: scaled[key] for key in scaled if key not in ("at_s", "ready")}
-    return table
-
-
-def write_page(advice: Advice, path: Path) -> None:
-    write_whole(path, report(advice))
-
-
 def report(advice: Advice) -> str:
     """The page's HTML."""
     facts = provenance()
     parts: list[Part] = [("text", _head(advice))]
-    if told := _latencies(advice):
-        parts.append(("facts", f"Measured by the service itself: {told}."))
+    if advice.measured and advice.measured.latencies:
+        names = {"ttft_s": "first token", "time_per_token_s": "time per token"}
+        told = []
+        for metric, values in advice.measured.latencies.items():
+            shown = {
+                q: f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+                for q, value in values.items()
+            }
+            told.append(f"{names[metric]} {', '.join(f'{q} {text}' for q, text in shown.items())}")
+        parts.append(("facts", f"Measured by the service itself: {'; '.join(told)}."))
     parts.append(("svg", _load(advice)))
     for each in advice.objectives:
-        parts += [("heading", objective(each.case).capitalize()), *_section(each)]
+        parts += [
+            ("heading", objective(each.case).capitalize()),
+            ("text", f"**{recommendation(each)}**"),
+            ("table", _table(each)),
+            ("items", [f"**{v.question} {v.answer}**: {v.why}." for v in each.verdicts]),
+            ("svg", _fleets(each)),
+        ]
     parts += [
         ("heading", "What a replica carries"),
         ("svg", _capacities(advice)),
@@ -513,20 +515,6 @@ def _head(advice: Advice) -> str:
     )
 
 
-def _latencies(advice: Advice) -> str:
-    """What the service itself has measured."""
-    found = advice.measured.latencies if advice.measured else {}
-    names = {"ttft_s": "first token", "time_per_token_s": "time per token"}
-    return "; ".join(
-        f"{names[metric]} {', '.join(f'{q} {_seconds(value)}' for q, value in values.items())}"
-        for metric, values in found.items()
-    )
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.3g} ms"
-
-
 def _load(advice: Advice) -> str:
     minutes = np.bincount((advice.trace.arrival_s // 60).astype(int)) / 60
     figure = Figure(figsize=(8.5, 1.9), layout="constrained")
@@ -540,44 +528,31 @@ def _load(advice: Advice) -> str:
     return svg(figure)
 
 
-def _section(each: Objective) -> Iterator[Part]:
-    yield "text", f"**{recommendation(each)}**"
-    yield "table", _table(each)
-    yield (
-        "items",
-        [f"**{v.question} {'Yes' if v.pays else 'No'}**: {v.why}." for v in each.verdicts],
-    )
-    yield "svg", _fleets(each)
-
-
 def _table(each: Objective) -> Table:
     first = ("decoding", "rowspan=2"), ("a replica carries", "rowspan=2")
     spans = ("by the hour", 2), ("a fleet that stays", 3), ("scaled by our policy", 4)
     groups: list[Cell] = [*first, *((name, f"colspan={count}") for name, count in spans)]
     columns = "replicas", "hours", "replicas", "hours", "in time"
     more = "replicas", "hours", "in time", "points lost"
-    rows = [_row(way, found) for way, found in each.found.items()]
+    rows = []
+    for way, found in each.found.items():
+        sizes, span = [n for n in found.by_hour if n], "none"
+        if len(sizes) == len(found.by_hour):
+            span = "-".join(str(n) for n in sorted({min(sizes), max(sizes)}))
+        hours, fixed = (
+            "" if value is None else f"{value:.1f}"
+            for value in (found.replica_hours, found.fixed_hours)
+        )
+        row = [way.name, f"{found.capacity_rps:.2f}/s", span, hours, f"{found.fixed or 'none'}"]
+        attained = found.fixed_attainment
+        row += [fixed, "" if attained is None else f"{attained:.2%}"]
+        if not (scaled := found.scaled):
+            row += [""] * 4
+        else:
+            row += [f"{scaled.mean_replicas:.2f}", f"{scaled.replica_hours:.1f}"]
+            row += [f"{scaled.attainment:.2%}", f"{scaled.points_lost:.2f}"]
+        rows.append(row)
     return Table([groups, [*columns, *more]], rows)
-
-
-def _row(way: Way, found: Fleets) -> list[str]:
-    span = "none" if None in found.by_hour else _span(found.by_hour)
-    cells = [way.name, f"{found.capacity_rps:.2f}/s", span, _number(found.replica_hours)]
-    cells += [str(found.fixed or "none"), _number(found.fixed_hours)]
-    cells.append("" if found.fixed_attainment is None else f"{found.fixed_attainment:.2%}")
-    if scaled := found.scaled:
-        cells += [f"{scaled.mean_replicas:.2f}", f"{scaled.replica_hours:.1f}"]
-        return [*cells, f"{scaled.attainment:.2%}", f"{scaled.points_lost:.2f}"]
-    return cells + [""] * 4
-
-
-def _span(sizes: Sequence[int | None]) -> str:
-    known = sorted({n for n in sizes if n})
-    return "-".join(str(n) for n in dict.fromkeys((known[0], known[-1])))
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
 
 
 def _fleets(each: Objective) -> str:

@@ -163,7 +163,10 @@ def measure(server: Prometheus, hours: float, model: str | None, now_s: float) -
         return f'increase({{__name__="{family}{metric}",{chosen}{more}}}[{window}])'
 
     answers = f'{{__name__="{family}{_ANSWERS}",{chosen}}}'
-    window_s = _window_s(server, answers, span, end_s)
+    # A rate is over a minute, or over four scrapes where these are rare.
+    query = f"max(max_over_time(count_over_time({answers}[5m])[{span}:1m]))"
+    most = max((value for _, value in server.at(query, end_s)), default=1.0)
+    window_s = max(_MINUTE_S, math.ceil(_SAMPLES * 300 / most))
     times_s = start_s + _MINUTE_S * np.arange(1, count + 1, dtype=float)
 
     def by_minute(metric: str, more: str = "") -> Floats:
@@ -201,7 +204,11 @@ def _service(
     """Family of the metrics and name of the model. Raises ConfigError, DataError."""
     names = "|".join(f"{family}{_ANSWERS}" for family in FAMILIES)
     series = [
-        (family, _named(family, labels.get(FAMILIES[family], "")), labels)
+        (
+            family,
+            labels.get(FAMILIES[family], "").removeprefix(_REPLICA if family == _OURS else ""),
+            labels,
+        )
         for labels in server.series(f'{{__name__=~"{names}"}}', start_s, end_s)
         for family in FAMILIES
         if labels["__name__"] == family + _ANSWERS
@@ -221,17 +228,6 @@ def _service(
         known = ", ".join(sorted(name for _, name in there))
         raise ConfigError(f"choose one of these models with --model-name: {known}")
     return wanted[0]
-
-
-def _named(family: str, value: str) -> str:
-    return value.removeprefix(_REPLICA) if FAMILIES[family] == "deployment" else value
-
-
-def _window_s(server: Prometheus, answers: str, span: str, end_s: float) -> int:
-    """Seconds over which a rate is taken: a minute, or four scrapes where these are rare."""
-    query = f"max(max_over_time(count_over_time({answers}[5m])[{span}:1m]))"
-    most = max((value for _, value in server.at(query, end_s)), default=1.0)
-    return max(_MINUTE_S, math.ceil(_SAMPLES * 300 / most))
 
 
 def _histogram(rows: list[tuple[dict[str, str], float]]) -> Histogram | None:
@@ -305,14 +301,12 @@ def _means(tokens: Floats, requests: Floats) -> Floats:
 
 def _lengths(means: Floats, histogram: Histogram | None, rng: np.random.Generator) -> Ints:
     """Token counts with these means."""
-    spread = _spread(histogram, len(means), rng) if histogram else _log_normal(len(means), rng)
+    if histogram:
+        spread = _spread(histogram, len(means), rng)
+    else:  # of mean 1 and standard deviation 1
+        variance = np.log(2)
+        spread = rng.lognormal(-variance / 2, np.sqrt(variance), len(means))
     return np.maximum(1, np.round(means * spread)).astype(np.int64)
-
-
-def _log_normal(count: int, rng: np.random.Generator) -> Floats:
-    """Values with mean 1 and standard deviation 1."""
-    variance = np.log(2)
-    return rng.lognormal(-variance / 2, np.sqrt(variance), count)
 
 
 def _spread(histogram: Histogram, count: int, rng: np.random.Generator) -> Floats:

@@ -1,7 +1,7 @@
 """Settings of sampling, and of an engine's size."""
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -44,10 +44,6 @@ _STEP_TOKENS = 512
 
 class EngineConfig(Config):
     """Size of one decoding engine."""
-
-    gone: ClassVar[Mapping[str, str]] = {
-        "draft_model": "`verified` drafts by n-grams or a draft adapter; vLLM has draft models"
-    }
 
     type: Literal["mars"] = "mars"
     max_batch: int = Field(default=16, ge=1, description="sequences decoded together")

@@ -50,29 +50,25 @@ def acceptance_counts(layout: Layout, predicted_BR: Tensor, depths: int) -> Tens
     """
     counts = torch.zeros(2, depths, dtype=torch.float64, device=predicted_BR.device)
     for row in range(predicted_BR.shape[0]):
-        noisy_M = (layout.depth_BR[row] > 0) & (layout.target_BR[row] != NO_TARGET)
-        if noisy_M.any():
-            _count_row(layout, predicted_BR, row, noisy_M.nonzero().squeeze(1), counts)
+        noisy_R = (layout.depth_BR[row] > 0) & (layout.target_BR[row] != NO_TARGET)
+        if not noisy_R.any():
+            continue
+        index_M = noisy_R.nonzero().squeeze(1)
+        clean_R = ~layout.is_noisy_BR[row] & (layout.document_BR[row] >= 0)
+        keys = layout.document_BR[row] * (1 << 32) + layout.position_BR[row]
+        order = torch.where(clean_R, keys, torch.iinfo(keys.dtype).max).argsort()
+        twin_M = order[torch.searchsorted(keys[order][: int(clean_R.sum())], keys[index_M])]
+        agree_M = predicted_BR[row, index_M] == predicted_BR[row, twin_M]
+        # A block's rows are adjacent, in rising depth: a disagreement at depth d rules out every
+        # deeper row of the block.
+        depth_M = layout.depth_BR[row, index_M]
+        block_M = (depth_M == 1).cumsum(0)
+        first_bad = torch.full((int(block_M[-1]) + 1,), 1 << 30, device=depth_M.device)
+        first_bad.scatter_reduce_(0, block_M[~agree_M], depth_M[~agree_M], "amin")
+        survives_M = depth_M < first_bad[block_M]
+        counts[0] += torch.bincount(depth_M - 1, minlength=depths)
+        counts[1] += torch.bincount(depth_M[survives_M] - 1, minlength=depths)
     return counts
-
-
-def _count_row(
-    layout: Layout, predicted_BR: Tensor, row: int, index_M: Tensor, counts: Tensor
-) -> None:
-    clean_R = ~layout.is_noisy_BR[row] & (layout.document_BR[row] >= 0)
-    keys = layout.document_BR[row] * (1 << 32) + layout.position_BR[row]
-    order = torch.where(clean_R, keys, torch.iinfo(keys.dtype).max).argsort()
-    twin_M = order[torch.searchsorted(keys[order][: int(clean_R.sum())], keys[index_M])]
-    agree_M = predicted_BR[row, index_M] == predicted_BR[row, twin_M]
-    # A block's rows are adjacent, in rising depth: a disagreement at depth d rules out every deeper
-    # row of the block.
-    depth_M = layout.depth_BR[row, index_M]
-    block_M = (depth_M == 1).cumsum(0)
-    first_bad = torch.full((int(block_M[-1]) + 1,), 1 << 30, device=depth_M.device)
-    first_bad.scatter_reduce_(0, block_M[~agree_M], depth_M[~agree_M], "amin")
-    survives_M = depth_M < first_bad[block_M]
-    counts[0] += torch.bincount(depth_M - 1, minlength=counts.shape[1])
-    counts[1] += torch.bincount(depth_M[survives_M] - 1, minlength=counts.shape[1])
 
 
 def survival(counts: Tensor) -> list[float]:

@@ -32,6 +32,10 @@ class DraftHead:
     depth_DK: Tensor
     out_HK: Tensor
 
+    def as_of(self, device: torch.device, dtype: torch.dtype) -> "DraftHead":
+        """The same on a device, in a dtype."""
+        return DraftHead(*(getattr(self, name).to(device, dtype) for name in DraftHead.__slots__))
+
     def correct(self, hidden_NH: Tensor, previous_NH: Tensor, depth_N: Tensor) -> Tensor:
         """Corrected hidden states, (N, H).
 

@@ -75,9 +75,9 @@ class DraftLoss(torch.autograd.Function):
             chunk = _Chunk(hidden_NH, weight_VH, targets, rows, kind)
             for part in chunk.parts():
                 if corrected_NH is not None and grad_corrected_NH is not None:
-                    head = part.head(corrected_NH[part.rows], weight_VH, candidates)
-                    losses_N2[part.rows, 1] = head.loss_P
-                    grad_corrected_NH[part.rows] = head.grad_PH.to(corrected_NH.dtype)
+                    loss_P, grad_PH = part.head(corrected_NH[part.rows], weight_VH, candidates)
+                    losses_N2[part.rows, 1] = loss_P
+                    grad_corrected_NH[part.rows] = grad_PH.to(corrected_NH.dtype)
                 losses_N2[part.rows, 0], slope_PV = part.slope()
                 chunk.put(part, slope_PV)
             grad_NH[rows] = torch.mm(chunk.logits_CV, weight_VH).to(hidden_NH.dtype)
@@ -117,8 +117,7 @@ def draft_choices(
             candidate_PS = likeliest(part.logits_PV, candidates)
             found.row_choice_N[here] = found.head_choice_N[here] = candidate_PS[:, 0]
             if corrected_NH is not None:
-                head = part.head(corrected_NH[here], weight_VH, candidates)
-                found.head_N[here] = head.loss_P
+                found.head_N[here], _ = part.head(corrected_NH[here], weight_VH, candidates)
                 # No candidate is replaced by the twin's choice here: decoding could not do that.
                 logits_PS = candidate_logits(
                     corrected_NH[here].to(weight_VH.dtype), weight_VH, candidate_PS
@@ -141,11 +140,6 @@ class _Distributions(NamedTuple):
         best = best[:, None]
         log_sum = logits.gather(1, best) - share.gather(1, best).log()
         return cls(share, log_sum[:, 0])
-
-
-class _HeadLoss(NamedTuple):
-    loss_P: Tensor
-    grad_PH: Tensor  # with respect to the corrected rows, in the model's dtype
 
 
 class _Chunk:
@@ -219,15 +213,24 @@ class _Part:
                 return variation
         # KL(p || q) = (log-sum - p z) of q minus that of p.
         own_U = teacher.log_sum - torch.linalg.vecdot(teacher.share, self._teacher_UV)
-        cross_P = student.log_sum - _dots(self.logits_PV, teacher.share, self._twin_P)
-        divergence = (
-            cross_P - own_U[self._twin_P],
-            _minus(student.share, teacher.share, self._twin_P),
-        )
+        twin_P, slope_PV = self._twin_P, student.share
+        if slope_PV.device.type == "cpu":
+            # Row by row and in place, to make no large copy.
+            pairs = list(zip(range(len(slope_PV)), twin_P.tolist(), strict=True))
+            dot_P = torch.stack([self.logits_PV[row].dot(teacher.share[t]) for row, t in pairs])
+            for row, t in pairs:
+                slope_PV[row].sub_(teacher.share[t])
+        else:
+            dot_P = torch.linalg.vecdot(self.logits_PV, teacher.share[twin_P])
+            slope_PV.sub_(teacher.share[twin_P])
+        divergence = student.log_sum - dot_P - own_U[twin_P], slope_PV
         return _mixed(variation, divergence) if variation else divergence
 
-    def head(self, corrected_PH: Tensor, weight_VH: Tensor, candidates: int) -> _HeadLoss:
-        """Loss of the corrected rows over candidates, and its gradient."""
+    def head(
+        self, corrected_PH: Tensor, weight_VH: Tensor, candidates: int
+    ) -> tuple[Tensor, Tensor]:
+        """Loss of the corrected rows over candidates, and its gradient with respect to them, in the
+        model's dtype."""
         wanted_P = self._token_P if self._kind == "ce" else self.twin_choice_P
         candidate_PS = likeliest(self.logits_PV, candidates)
         missing_P = ~(candidate_PS == wanted_P[:, None]).any(dim=1)
@@ -251,7 +254,7 @@ class _Part:
                 found = variation if self._kind == "tv" else _mixed(variation, found)
             loss_P, slope_PS = found
         grad_PH = torch.einsum("ps,psh->ph", slope_PS.to(weight_VH.dtype), weight_PSH)
-        return _HeadLoss(loss_P, grad_PH)
+        return loss_P, grad_PH
 
 
 def _cross_entropy(logits: Tensor, student: _Distributions, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,22 +280,6 @@ def _mixed(
         for one, other in zip(variation, divergence, strict=True)
     )
     return loss, slope
-
-
-def _dots(x_PV: Tensor, y_UV: Tensor, index_P: Tensor) -> Tensor:
-    """Dot product of each row of x with one of y; row by row on a CPU, to make no large copy."""
-    if x_PV.device.type != "cpu":
-        return torch.linalg.vecdot(x_PV, y_UV[index_P])
-    return torch.stack([x_V.dot(y_UV[i]) for x_V, i in zip(x_PV, index_P.tolist(), strict=True)])
-
-
-def _minus(x_PV: Tensor, y_UV: Tensor, index_P: Tensor) -> Tensor:
-    """Subtract a row of y from each row of x, in place."""
-    if x_PV.device.type != "cpu":
-        return x_PV.sub_(y_UV[index_P])
-    for x_V, i in zip(x_PV, index_P.tolist(), strict=True):
-        x_V.sub_(y_UV[i])
-    return x_PV
 
 
 def _part_rows(logits_CV: Tensor) -> int:

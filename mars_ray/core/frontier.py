@@ -175,11 +175,11 @@ def undominated(items: Sequence[Item], gains: Callable[[Item], tuple[float, ...]
     `gains` gives an item's coordinates; more is better. The order is kept, and so are equal items.
     """
     points = [gains(item) for item in items]
-
-    def beaten(mine: tuple[float, ...]) -> bool:
-        return any(
+    return [
+        item
+        for item, mine in zip(items, points, strict=True)
+        if not any(
             other != mine and all(o >= m for o, m in zip(other, mine, strict=True))
             for other in points
         )
-
-    return [item for item, point in zip(items, points, strict=True) if not beaten(point)]
+    ]

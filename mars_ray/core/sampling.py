@@ -34,12 +34,6 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
-
-
 def uniform(*keys: int | Tensor) -> Tensor:
     """Draws in [0, 1), float64, one for each element of the broadcast keys.
 
@@ -51,7 +45,10 @@ def uniform(*keys: int | Tensor) -> Tensor:
             # Any Python integer as the int64 of its low 64 bits.
             key = torch.tensor((key + (1 << 63)) % (1 << 64) - (1 << 63), dtype=torch.int64)
         # A host number is added as it is: a copy to the device would be waited for.
-        state = _mix(state + key + _GAMMA)
+        state = state + key + _GAMMA
+        state = (state ^ _shift_right(state, 30)) * _MIX_1
+        state = (state ^ _shift_right(state, 27)) * _MIX_2
+        state = state ^ _shift_right(state, 31)
     # 53 bits: the mantissa of a double, so 1.0 is never reached.
     return _shift_right(state, 11).to(torch.float64) * 2.0**-53
 

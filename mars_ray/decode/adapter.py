@@ -4,9 +4,8 @@ Shape suffixes: D depths, H hidden size, I inputs, O outputs, N rows of a forwar
 M mask rows, V vocabulary.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +25,6 @@ _SITES = {
 }
 
 
-class MaskRows(Protocol):
-    """Which rows of a forward are masks: the adapter applies to no others."""
-
-    def embedded(self, ids_N: Tensor, token_VH: Tensor, mask_DH: Tensor) -> Tensor:
-        """Embeddings of tokens by id and of masks by depth, (N, H)."""
-        ...
-
-    def add(self, product: LoraProduct | None, y_NO: Tensor, x_NI: Tensor) -> None:
-        """Add an adapter's part to the results of some linear layers, in place."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Last:
     """Masks are the rows from `first` on: a view, so that no other row is touched."""
@@ -45,10 +32,12 @@ class Last:
     first: int
 
     def embedded(self, ids_N: Tensor, token_VH: Tensor, mask_DH: Tensor) -> Tensor:
+        """Embeddings of tokens by id and of masks by depth, (N, H)."""
         ids_R, depth_M = ids_N[: self.first], ids_N[self.first :]
         return torch.cat([embedding(ids_R, token_VH), embedding(depth_M, mask_DH)])
 
     def add(self, product: LoraProduct | None, y_NO: Tensor, x_NI: Tensor) -> None:
+        """Add an adapter's part to the results of some linear layers, in place."""
         if product:
             y_NO[self.first :].addmm_(product.inner(x_NI[self.first :]), product.up_KO)
 
@@ -69,6 +58,10 @@ class Gated:
             # which would turn infinities into NaN.
             inner_NK = torch.where(self.is_mask_N1, product.inner(x_NI), 0)
             y_NO.addmm_(inner_NK, product.up_KO)
+
+
+# Which rows of a forward are masks: the adapter applies to no others.
+MaskRows = Last | Gated
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,77 +87,42 @@ class FusedAdapter:
 
 def fused(adapter: DraftAdapter, model: PreTrainedModel) -> FusedAdapter:
     """The adapter for this model. Raises ModelError if its shapes do not fit the model."""
-    size = model.config.hidden_size
-    if adapter.mask_embedding_DH.shape[1] != size:
-        raise ModelError(
-            f"the draft adapter has hidden size {adapter.mask_embedding_DH.shape[1]}, and the "
-            f"model {size}: it was trained for another model"
-        )
-    head = adapter.head
-    if head:
-        weights = {name: _as_of(getattr(head, name), model) for name in DraftHead.__slots__}
-        head = replace(head, **weights)
+    adapter.check_hidden_size(model.config.hidden_size)
     layers = None
     if adapter.lora:
-        _check(adapter, model)
-        count = model.config.num_hidden_layers
-        layers = tuple(_layer(adapter, model, index) for index in range(count))
+        prefix, count = f"{model.base_model_prefix}.layers", model.config.num_hidden_layers
+        known = {
+            f"{prefix}.{index}.{layer}"
+            for index in range(count)
+            for site in _SITES.values()
+            for layer in site
+        }
+        if strange := adapter.lora.keys() - known:
+            raise ModelError(
+                f"the draft adapter has weights for {min(strange)}, which the model has not"
+            )
+        layers = tuple(_layer(adapter, model, f"{prefix}.{index}") for index in range(count))
     return FusedAdapter(
         adapter.card.depths,
         min(adapter.card.candidates, model.config.vocab_size),
-        _as_of(adapter.mask_embedding_DH, model),
+        adapter.mask_embedding_DH.to(model.device, model.dtype),
         layers,
-        head,
+        adapter.head.as_of(model.device, model.dtype) if adapter.head else None,
     )
 
 
-def _as_of(weight: Tensor, model: PreTrainedModel) -> Tensor:
-    return weight.to(device=model.device, dtype=model.dtype)
-
-
-def _check(adapter: DraftAdapter, model: PreTrainedModel) -> None:
-    known = {
-        _name(model, index, layer)
-        for index in range(model.config.num_hidden_layers)
-        for layers in _SITES.values()
-        for layer in layers
-    }
-    for name, (down_RI, up_OR) in adapter.lora.items():
-        if name not in known:
-            raise ModelError(f"the draft adapter has weights for {name}, which the model has not")
-        found, wanted = (up_OR.shape[0], down_RI.shape[1]), _shape(model, name)
-        if found != wanted:
-            raise ModelError(
-                f"the draft adapter's weights for {name} have shape {found}, and the model's "
-                f"{wanted}: it was trained for another model"
-            )
-
-
-def _name(model: PreTrainedModel, index: int, layer: str) -> str:
-    return f"{model.base_model_prefix}.layers.{index}.{layer}"
-
-
-def _shape(model: PreTrainedModel, name: str) -> tuple[int, int]:
-    """Outputs and inputs of a layer, whose weight may be gone already (`linear.py`)."""
-    linear: Any = model.get_submodule(name)
-    return linear.out_features, linear.in_features
-
-
-def _layer(adapter: DraftAdapter, model: PreTrainedModel, index: int) -> LayerLora:
-    return LayerLora(
-        **{
-            site: _product(adapter, model, [_name(model, index, layer) for layer in layers])
-            for site, layers in _SITES.items()
-        }
-    )
-
-
-def _product(
-    adapter: DraftAdapter, model: PreTrainedModel, names: Iterable[str]
-) -> LoraProduct | None:
-    """The product of layers that share an input."""
-    names = list(names)
-    layers = [adapter.lora.get(name) for name in names]
-    outputs = [_shape(model, name)[0] for name in names]
-    product = side_by_side(layers, outputs, adapter.card.scale)
-    return product.as_of(model.device, model.dtype) if product else None
+def _layer(adapter: DraftAdapter, model: PreTrainedModel, prefix: str) -> LayerLora:
+    """The products of the model's layer of this name. Raises ModelError if a shape does not fit."""
+    products: dict[str, LoraProduct | None] = {}
+    for site, layers in _SITES.items():
+        names = [f"{prefix}.{layer}" for layer in layers]
+        # Their weights may be gone already (`cpu/backend.py`), but not their sizes.
+        linears: list[Any] = [model.get_submodule(name) for name in names]
+        loras = [adapter.lora.get(name) for name in names]
+        for name, linear, lora in zip(names, linears, loras, strict=True):
+            if lora:
+                lora.check(name, linear.out_features, linear.in_features)
+        outputs = [linear.out_features for linear in linears]
+        product = side_by_side(loras, outputs, adapter.card.scale)
+        products[site] = product.as_of(model.device, model.dtype) if product else None
+    return LayerLora(**products)

@@ -23,7 +23,7 @@ from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode, Mode
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.engine_thread import Close, Deliver, EngineThread, failed
-from mars_ray.decode.request import Completion, EngineFacts, Request, TokenEvent
+from mars_ray.decode.request import EngineFacts, Request, TokenEvent
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.stats import Snapshot
 from mars_ray.errors import EngineError, ModelError, PoisonError, RequestError
@@ -123,7 +123,7 @@ class AsyncEngine(EngineThread):
         """
         dtype = self._engine.model.dtype
         adapter = await asyncio.to_thread(read_draft_adapter, directory, self._directory, dtype)
-        await self.ask(lambda engine: engine.check_adapter(adapter))
+        await self.ask(lambda engine: engine.fitting(adapter))
         self._adapter = name, adapter
 
     async def use_adapter(self, name: str | None) -> None:
@@ -194,7 +194,15 @@ class AsyncEngine(EngineThread):
         except Exception:  # noqa: BLE001 - the other clients must still learn of the end
             _log.exception("a command failed while the engine's thread was ending")
         self._deliver()
-        self._fail_all(EngineError("the engine was shut down"))
+        listeners, self._listeners = self._listeners, {}
+        # First, because the cause of the thread's end may make the rest fail.
+        for request_id, deliver in listeners.items():
+            deliver(failed(request_id, EngineError("the engine was shut down")))
+        for request_id in listeners:
+            try:
+                self._engine.cancel(request_id)
+            except Exception:  # noqa: BLE001 - the engine is not used any more
+                _log.exception("request %s could not be taken away", request_id)
 
     def _process_input_queue(self) -> None:
         """Execute all waiting commands; without work, wait for one."""
@@ -216,8 +224,11 @@ class AsyncEngine(EngineThread):
             if event.is_last:
                 # The id is free from here on, whether the event is delivered or not.
                 del self._listeners[event.request_id]
-            if event.failure:
-                event = replace(event, failure=_error_of(event.request_id, event.failure))
+            if event.failure and not isinstance(event.failure, RequestError):
+                # Clients are told details if their request was at fault, none of internal errors.
+                _log.error("request %s failed", event.request_id, exc_info=event.failure)
+                what = f"the engine failed on this request: {type(event.failure).__name__}"
+                event = replace(event, failure=PoisonError(what))
             self._undelivered.append((deliver, event))
         self.last_step_s = time.monotonic()
         # If the device leaves the processor free, events are delivered during the next forward: no
@@ -277,35 +288,8 @@ class AsyncEngine(EngineThread):
         if self._listeners.pop(request_id, None):
             self._engine.cancel(request_id)
 
-    def _fail_all(self, error: EngineError) -> None:
-        listeners, self._listeners = self._listeners, {}
-        # First, because the cause of the thread's end may make the rest fail.
-        for request_id, deliver in listeners.items():
-            deliver(failed(request_id, error))
-        for request_id in listeners:
-            try:
-                self._engine.cancel(request_id)
-            except Exception:  # noqa: BLE001 - the engine is not used any more
-                _log.exception("request %s could not be taken away", request_id)
-
     def _stop(self) -> None:
         self._stopping = True
-
-
-def _error_of(request_id: str, failure: Exception) -> Exception:
-    """The error for a client: details if its request was at fault, none of internal errors."""
-    if isinstance(failure, RequestError):
-        return failure
-    _log.error("request %s failed", request_id, exc_info=failure)
-    return PoisonError(f"the engine failed on this request: {type(failure).__name__}")
-
-
-async def complete(engine: AsyncEngine, request: Request) -> Completion:
-    """The whole answer at once. Raises as `AsyncEngine.stream`."""
-    async for events in engine.stream(request):
-        if events[-1].completion:
-            return events[-1].completion
-    raise EngineError("the engine ended a stream without a completion")
 
 
 def step_apart(engine: Engine) -> list[TokenEvent]:

@@ -14,7 +14,6 @@ its confidence, a mask by the drafts that masks of its depth became.
 import math
 from bisect import bisect_right
 from collections import abc
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -133,29 +132,6 @@ class DraftStats:
         return list(accumulate(beyond.tolist(), min))
 
 
-@dataclass(slots=True)
-class _SpeedUp:
-    """How much faster the last steps were than steps without drafts and masks at the same load."""
-
-    tokens: float = 1.0
-    seconds: float = 1.0
-    # The current step's tokens, those of one without drafts and masks, and their ratio of seconds.
-    committed: float = 0.0
-    least: float = 0.0
-    ratio: float = 1.0
-
-    def close(self) -> float:
-        """Count the last step, and return the speed-up, at least 1."""
-        if self.least:
-            self.tokens = self.tokens * _STEP_DECAY + self.committed / self.least
-            self.seconds = self.seconds * _STEP_DECAY + self.ratio
-        return max(1.0, self.tokens / self.seconds)
-
-    def open(self, others: int, members: int) -> None:
-        """Begin the next step; each row of other sequences counts as a token."""
-        self.committed, self.least, self.ratio = others, others + members, 1.0
-
-
 class DraftControl:
     """Chooses the drafts and masks of every such sequence (`_is_controlled`) before each step."""
 
@@ -169,7 +145,12 @@ class DraftControl:
         # Sampled drafts are accepted less often than greedy ones.
         self.forget(depth)
         self.ngrams = {False: NgramStats(), True: NgramStats()}
-        self._speed_up = _SpeedUp()
+        # Of the last steps, over those of steps without drafts and masks at the same load: sums in
+        # which later ones weigh more.
+        self._tokens, self._spent = 1.0, 1.0
+        # The current step's tokens, those of one without drafts and masks, and their ratio of
+        # seconds.
+        self._committed, self._least, self._ratio = 0, 0, 1.0
         self._sequences, self._context_tokens = 1, 0
         self._price: float | None = None
         self._steps = 0
@@ -183,11 +164,15 @@ class DraftControl:
         self._steps += 1
         self._sequences = len(running)
         self._context_tokens = sum(sequence.cached for sequence in running)
-        speed_up = self._speed_up.close()
+        if self._least:
+            self._tokens = self._tokens * _STEP_DECAY + self._committed / self._least
+            self._spent = self._spent * _STEP_DECAY + self._ratio
+        speed_up = max(1.0, self._tokens / self._spent)
         members = [s for s in running if _is_controlled(s)]
         others = sum(1 + len(s.drafts) + s.window for s in running if not _is_controlled(s))
-        least = max(1, others + len(members))
-        self._speed_up.open(others, len(members))
+        # Each row of other sequences counts as a token.
+        self._committed, self._least, self._ratio = others, others + len(members), 1.0
+        least = max(1, self._least)
         if not members:
             return
         if self._price is None:
@@ -195,7 +180,13 @@ class DraftControl:
         for sequence in members:
             _look_up(sequence)
             _leave_out_useless(sequence)
-            sequence.branches = _branches(sequence, self._price)
+            mode = sequence.request.mode
+            assert isinstance(mode, VerifiedMode)
+            most = 1  # alternatives for the next first draft: a grammar allows no others
+            if not sequence.grammar:
+                most = min(mode.branches or 8, controlled_branches(sequence.widest))
+            # Those that may be worth a row: the last of n tokens has at most probability 1 / n.
+            sequence.branches = max(1, min(most, math.ceil(1 / self._price) - 1))
         accept = [self._accept(sequence) for sequence in members]
         tokens_per_s = speed_up * least / self._seconds(least)
         mask_price = tokens_per_s * self.cost.mask_s
@@ -215,7 +206,7 @@ class DraftControl:
         if self._steps % _PROBE_EVERY == 0:
             _probe(members[0], min(self.most_rows, self._own_rows))
         masks = sum(sum(sequence.choice.masks) for sequence in members if sequence.choice)
-        self._speed_up.ratio = self._seconds(rows, masks) / self._seconds(least)
+        self._ratio = self._seconds(rows, masks) / self._seconds(least)
         self._price += _PRICE_RATE * (self._price_at(rows, least, speed_up) - self._price)
 
     def _fits(self, least: int, choices: abc.Sequence[Choice]) -> bool:
@@ -319,7 +310,7 @@ class DraftControl:
         """Learn from a step's verification of a sequence's drafts."""
         if not _is_controlled(sequence):
             return
-        self._speed_up.committed += committed
+        self._committed += committed
         if not plan.drafts:
             return
         sampled = _is_sampled(sequence)
@@ -374,17 +365,6 @@ def _is_controlled(sequence: Sequence) -> bool:
 
 def _is_sampled(sequence: Sequence) -> bool:
     return sequence.request.sampling.temperature > 0
-
-
-def _branches(sequence: Sequence, price: float) -> int:
-    """Number of alternatives for the next first draft that may be worth a row: the last of n tokens
-    has at most probability 1 / n."""
-    mode = sequence.request.mode
-    assert isinstance(mode, VerifiedMode)
-    if sequence.grammar:
-        return 1
-    most = min(mode.branches or 8, controlled_branches(sequence.widest))
-    return max(1, min(most, math.ceil(1 / price) - 1))
 
 
 def _look_up(sequence: Sequence) -> None:

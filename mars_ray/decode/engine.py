@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.backend import backend_of, runner_of
 from mars_ray.decode.drafts import DraftControl
 from mars_ray.decode.info import EngineInfo
-from mars_ray.decode.kv_cache import Moves, PagedCache, PagePool, page_count, sized
-from mars_ray.decode.model_runner import forward, no_overlap
+from mars_ray.decode.kv_cache import PagedCache, PagePool, moved_places, page_count, sized
+from mars_ray.decode.model_runner import forward
 from mars_ray.decode.request import (
     Completion,
     Request,
@@ -33,13 +34,7 @@ from mars_ray.decode.request import (
 from mars_ray.decode.sampler import Sampler
 from mars_ray.decode.scheduler import Scheduler, Work, decoding_rows
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.stats import (
-    LiveMeasures,
-    Snapshot,
-    StepTotals,
-    context_tokens,
-    prompt_pairs,
-)
+from mars_ray.decode.stats import LiveMeasures, Snapshot, StepTotals
 from mars_ray.decode.strategies import Plan, Proposals, Rows, strategy_of
 from mars_ray.decode.warm_up import Clock, StepTimer, measure_steps
 from mars_ray.errors import ModelError, RequestError
@@ -180,11 +175,9 @@ class Engine:
         """Whether the model was trained to make drafts, and so needs no adapter."""
         return self._own_card.block_size > 0
 
-    def check_adapter(self, adapter: DraftAdapter) -> None:
-        """Raise ModelError if `set_adapter` would; nothing changes."""
-        self._fitting(adapter)
-
-    def _fitting(self, adapter: DraftAdapter) -> FusedAdapter:
+    def fitting(self, adapter: DraftAdapter) -> FusedAdapter:
+        """The adapter for `set_adapter`; nothing changes. Raises ModelError if it is not for this
+        model, or too deep for this engine."""
         own, rows = fused(adapter, self.model), self.config.step_tokens
         if (
             min(rows, widest_rows(own.depths)) > self._spare
@@ -204,7 +197,7 @@ class Engine:
         tells in events and completions whose drafts a sequence had. Raises ModelError if the
         adapter is not for this model, or too deep for this engine; then nothing has changed.
         """
-        own = self._fitting(adapter) if adapter else None
+        own = self.fitting(adapter) if adapter else None
         depth = own.depths if own else self._own_card.block_size
         self._backend.set_adapter(own)
         self.card = replace(self._own_card, block_size=depth)
@@ -278,7 +271,7 @@ class Engine:
         self._sequences[sequence.request.id] = sequence
         self._scheduler.add(sequence)
 
-    def step(self, overlap: Callable[[], None] = no_overlap) -> list[TokenEvent]:
+    def step(self, overlap: Callable[[], None] = lambda: None) -> list[TokenEvent]:
         """Run one forward, or end the requests that are late; returns an event per changed request.
 
         `overlap` is called in every forward, once all its work is launched on the device; it must
@@ -313,51 +306,19 @@ class Engine:
         reader = forward(self._backend, work, self.card.mask_token_id)
         for number, item in enumerate(work):
             _read_prompt(reader, number, item)
-        read = self._read(work, reader, overlap)
+        rows, planned = reader.rows(overlap), [item for item in work if item.plan]
+        outcomes = [
+            strategy_of(item.sequence).outcome(item.sequence, cast(Plan, item.plan), own)
+            for item, own in zip(planned, rows, strict=True)
+        ]
+        tokens = [own.best[outcome] for own, outcome in zip(rows, outcomes, strict=True)]
+        read = zip(rows, outcomes, reader.proposals(outcomes, tokens), strict=True)
         end_s = time.monotonic()
-        self.totals.add(work)
-        attended = context_tokens(work), prompt_pairs(work), sum(item.masks for item in work)
+        attended = *self.totals.add(work), sum(item.masks for item in work)
         events = self._commit(work, read)
         self.totals.seconds += time.monotonic() - begin_s
         if self.control:
             self.control.cost.observe(self.last_rows, end_s - forward_s, len(work), *attended)
-        return events
-
-    def _read(
-        self, work: list[Work], reader: Sampler, overlap: Callable[[], None]
-    ) -> Iterator[_Read]:
-        """For every plan: its rows' results, its outcome, and the proposals of the masks there."""
-        planned = [(item.sequence, item.plan) for item in work if item.plan]
-        rows = reader.rows(overlap)
-        outcomes = [
-            strategy_of(sequence).outcome(sequence, plan, own)
-            for (sequence, plan), own in zip(planned, rows, strict=True)
-        ]
-        tokens = [own.best[outcome] for own, outcome in zip(rows, outcomes, strict=True)]
-        return zip(rows, outcomes, reader.proposals(outcomes, tokens), strict=True)
-
-    def _commit(self, work: list[Work], read: Iterator[_Read]) -> list[TokenEvent]:
-        """Commit the results of the forward's rows for each sequence."""
-        events, moves = [], Moves(self.config.page_size)
-        for item in work:
-            sequence = item.sequence
-            if item.plan is None:
-                sequence.cached += item.count
-                self._scheduler.publish(sequence)
-                continue
-            try:
-                rows, outcome, proposals = next(read)
-                moves.add(sequence.pages, sequence.committed, item.plan.path(outcome))
-                event = self._absorb(sequence, item.plan, rows, outcome, proposals)
-                self.totals.output_tokens += len(event.tokens)
-            except Exception as error:  # noqa: BLE001 - the fault of this request only
-                event = TokenEvent(sequence.request.id, (), sequence.forwards, failure=error)
-            if event.completion or event.failure:
-                self.cancel(event.request_id)
-            else:
-                self._scheduler.publish(sequence)
-            events.append(event)
-        moves.make(self._backend.cache)
         return events
 
     def _prepare(self) -> None:
@@ -368,6 +329,33 @@ class Engine:
                 sequence.threshold = self.thresholds.of(quality)
         if self.control:
             self.control.choose(self._scheduler.next_sequences())
+
+    def _commit(self, work: list[Work], read: Iterator[_Read]) -> list[TokenEvent]:
+        """Commit the results of the forward's rows for each sequence."""
+        events: list[TokenEvent] = []
+        moves: list[tuple[int, int]] = []
+        for item in work:
+            sequence = item.sequence
+            if item.plan is None:
+                sequence.cached += item.count
+                self._scheduler.publish(sequence)
+                continue
+            try:
+                rows, outcome, proposals = next(read)
+                path, size = item.plan.path(outcome), self.config.page_size
+                moves += moved_places(sequence.pages, size, sequence.committed, path)
+                event = self._absorb(sequence, item.plan, rows, outcome, proposals)
+                self.totals.output_tokens += len(event.tokens)
+            except Exception as error:  # noqa: BLE001 - the fault of this request only
+                event = TokenEvent(sequence.request.id, (), sequence.forwards, failure=error)
+            if event.completion or event.failure:
+                self.cancel(event.request_id)
+            else:
+                self._scheduler.publish(sequence)
+            events.append(event)
+        if moves:
+            self._backend.cache.move(moves)
+        return events
 
     def _absorb(
         self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
@@ -387,8 +375,10 @@ class Engine:
             sequence.lowest_threshold = min(sequence.lowest_threshold, sequence.threshold)
             if isinstance(quality, Budget):
                 self.thresholds.observe(quality, len(kept), sequence.disagreed - disagreed)
-        if plan.drafts or plan.masks:
-            sequence.drafted_by(self.adapter_name)
+        # Which adapter's drafts or masks the forward had.
+        name = self.adapter_name
+        if name and (plan.drafts or plan.masks) and name not in sequence.adapters[-1:]:
+            sequence.adapters.append(name)
         if not plan.drafts:
             sequence.adapter = self.adapter_name
         event = sequence.commit(kept)

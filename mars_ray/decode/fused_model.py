@@ -55,7 +55,7 @@ class FusedModel:
         self.adapter: FusedAdapter | None = None
         self._embedding: Tensor = base.embed_tokens.weight
         self._layers = [_Layer.of(layer) for layer in base.layers]
-        self._norm = _Norm.of(base.norm)
+        self._norm = _Norm(base.norm.weight, base.norm.variance_epsilon)
         head = cast(nn.Linear, output_head(model))
         # Of the usual order, as the sequential head multiplies with the rows of candidates.
         self.vocabulary_VH = head.weight
@@ -96,10 +96,6 @@ class FusedModel:
         """Embeddings of tokens, (N, H)."""
         return embedding(ids_N, self._embedding)
 
-    def set_adapter(self, adapter: FusedAdapter | None) -> None:
-        """Set the adapter for masks from the next forward on."""
-        self.adapter = adapter
-
     def logits(self, hidden_PH: Tensor) -> Tensor:
         """Logits of rows in float32, (P, V)."""
         started = time.perf_counter()
@@ -139,10 +135,6 @@ class _Norm:
     weight_H: Tensor
     epsilon: float
 
-    @classmethod
-    def of(cls, module: Any) -> "_Norm":
-        return cls(module.weight, module.variance_epsilon)
-
     def __call__(self, x_NH: Tensor) -> Tensor:
         return torch.rms_norm(x_NH, self.weight_H.shape, self.weight_H, self.epsilon)
 
@@ -153,11 +145,6 @@ class _HeadNorm:
 
     weight_TD: Tensor
     epsilon: float
-
-    @classmethod
-    def of(cls, attention: Any, query_heads: int, key_heads: int) -> "_HeadNorm | None":
-        weight_TD = head_norm_weight(attention, query_heads, key_heads)
-        return None if weight_TD is None else cls(weight_TD, attention.q_norm.variance_epsilon)
 
     def __call__(self, x_NTD: Tensor) -> Tensor:
         return torch.rms_norm(x_NTD, x_NTD.shape[-1:], None, self.epsilon) * self.weight_TD
@@ -185,16 +172,21 @@ class _Layer:
         size = attention.head_dim
         query_heads = attention.q_proj.out_features // size
         key_heads = attention.k_proj.out_features // size
+        weight_TD = head_norm_weight(attention, query_heads, key_heads)
+        head_norm = None
+        if weight_TD is not None:
+            head_norm = _HeadNorm(weight_TD, attention.q_norm.variance_epsilon)
+        before, behind = layer.input_layernorm, layer.post_attention_layernorm
         return cls(
-            _Norm.of(layer.input_layernorm),
+            _Norm(before.weight, before.variance_epsilon),
             linear_of([attention.q_proj, attention.k_proj, attention.v_proj]),
-            _HeadNorm.of(attention, query_heads, key_heads),
+            head_norm,
             query_heads,
             key_heads,
             size,
             attention.scaling,
             linear_of([attention.o_proj]),
-            _Norm.of(layer.post_attention_layernorm),
+            _Norm(behind.weight, behind.variance_epsilon),
             linear_of([mlp.gate_proj, mlp.up_proj]),
             linear_of([mlp.down_proj]),
         )

@@ -154,11 +154,10 @@ class PagedCache:
         window_PC = self._line.as_strided((most, places), (1, 1))
         return window_PC.index_select(0, most - 1 - index_X)
 
-    def move(self, from_X: np.ndarray, to_X: np.ndarray) -> None:
-        """Copy the contents of some places to others; the two sets may overlap."""
-        device = self._all.device
-        moved = self._all.index_select(1, torch.from_numpy(from_X).to(device))
-        self._all.index_copy_(1, torch.from_numpy(to_X).to(device), moved)
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy the contents of places to others, by pairs; the two sets may overlap."""
+        from_X, to_X = torch.tensor(moves, device=self._all.device).unbind(1)
+        self._all.index_copy_(1, to_X, self._all.index_select(1, from_X))
 
     def clear(self, place_N: np.ndarray) -> None:
         """Set places to zeros again, after a forward whose results are not used."""
@@ -172,29 +171,21 @@ class PagedCache:
         return sum(layer.nbytes for layer in self.layers)
 
 
-class Moves:
-    """A step's copies: keys and values of accepted drafts that do not lie at the places of
-    committed tokens."""
+def moved_places(
+    pages: Sequence[int], page_size: int, first: int, path: Sequence[int]
+) -> list[tuple[int, int]]:
+    """From where to where a sequence's keys and values have to move: those of accepted drafts, by
+    their numbers (`core.tree`), that do not lie at the places of committed tokens. `first` is its
+    first draft's place."""
 
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
-        self._from: list[int] = []
-        self._to: list[int] = []
+    def place(index: int) -> int:
+        return pages[index // page_size] * page_size + index % page_size
 
-    def add(self, pages: Sequence[int], first: int, path: Sequence[int]) -> None:
-        """Add a sequence: its pages, its first draft's place, and the numbers of its accepted
-        drafts (`core.tree`)."""
-        for offset, node in enumerate(path):
-            if node != offset + 1:
-                self._from.append(self._place(pages, first + node - 1))
-                self._to.append(self._place(pages, first + offset))
-
-    def make(self, cache: PagedCache) -> None:
-        if self._from:
-            cache.move(np.array(self._from), np.array(self._to))
-
-    def _place(self, pages: Sequence[int], index: int) -> int:
-        return pages[index // self._page_size] * self._page_size + index % self._page_size
+    return [
+        (place(first + node - 1), place(first + offset))
+        for offset, node in enumerate(path)
+        if node != offset + 1
+    ]
 
 
 def _heads(config: PretrainedConfig) -> tuple[int, int]:
@@ -232,9 +223,15 @@ class PagePool:
         """Take pages with one reference each; if there are too few, take none and return None."""
         if count > self.available:
             return None
-        pages = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
-        for page in pages:
+        pages = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.popleft()
+            else:  # the longest unused of those that are kept
+                page, _ = self._kept.popitem(last=False)
+                del self._page_of[self._hash_of.pop(page)]
             self._references[page] = 1
+            pages.append(page)
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
@@ -279,11 +276,6 @@ class PagePool:
         assert len(idle) == len(set(idle)), "a page is idle twice"
         assert set(idle) == {page for page in range(self.count) if not held[page]}
         assert {self._page_of[content] for content in self._hash_of.values()} == set(self._hash_of)
-
-    def _evict(self) -> int:
-        page, _ = self._kept.popitem(last=False)
-        del self._page_of[self._hash_of.pop(page)]
-        return page
 
 
 def content_hashes(

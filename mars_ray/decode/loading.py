@@ -56,18 +56,13 @@ def load_engine(
             ) from error
         raise
     tokenizer = load_tokenizer(directory)
-    _stop_at_turn_end(engine.model, tokenizer)
-    return engine, tokenizer
-
-
-def _stop_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let answers of a model with a chat template end with the turn: many model configurations
-    name only the token that ends a text."""
     if tokenizer.chat_template:
+        # Answers end with the turn: many model configurations name only the token that ends a text.
         try:
-            stop_at_turn_end(model, tokenizer)
+            stop_at_turn_end(engine.model, tokenizer)
         except ModelError as error:
             logger.warning("answers end only where generation_config.json says so: %s", error)
+    return engine, tokenizer
 
 
 def engine_model(directory: str | Path, config: EngineConfig) -> PreTrainedModel:

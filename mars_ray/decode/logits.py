@@ -31,12 +31,6 @@ class Block:
     allowed_RV: NDArray[np.bool_] | None = None  # by its grammar, for the first rows
 
 
-def score(logits_PV: Tensor, blocks: Sequence[Block], position_P: np.ndarray) -> None:
-    """Turn logits into scores, in place. `position_P` holds the predicted tokens' positions."""
-    adjust_all(logits_PV, blocks, position_P)
-    sample(logits_PV, blocks, position_P)
-
-
 def adjust_all(logits_PV: Tensor, blocks: Sequence[Block], position_P: np.ndarray) -> None:
     """Apply penalties, biases and grammars of the requests that have them, in place."""
     for block in blocks:

@@ -17,10 +17,6 @@ from mars_ray.decode.sampler import Sampler
 from mars_ray.decode.scheduler import Work
 
 
-def no_overlap() -> None:
-    """Do nothing while a device works."""
-
-
 @torch.inference_mode()
 def forward(backend: Backend, work: Sequence[Work], mask_token_id: int | None) -> Sampler:
     """Forward [pending | drafts | masks] of every sequence; the sampler reads the rows.

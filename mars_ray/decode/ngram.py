@@ -57,7 +57,9 @@ class NgramIndex:
         for _ in range(_PLACES):
             if not place or length == _LONGEST_MATCH:
                 break
-            own = _match(tokens, place)
+            own, most_own = _LEAST_MATCH, min(_LONGEST_MATCH, place)  # its pair matches
+            while own < most_own and tokens[place - own - 1] == tokens[-own - 1]:
+                own += 1
             if own > length:
                 found, length = place, own
             place = earlier[place]
@@ -75,15 +77,6 @@ class NgramIndex:
         """Learn from a draft that was checked; `rate` is what all sequences expected."""
         self._expected = self._expected * _OWN_DECAY + rate
         self._accepted = self._accepted * _OWN_DECAY + accepted
-
-
-def _match(tokens: Sequence[int], place: int) -> int:
-    """How many tokens before the place are those at the end, its pair known to be."""
-    length = _LEAST_MATCH
-    most = min(_LONGEST_MATCH, place)
-    while length < most and tokens[place - length - 1] == tokens[-length - 1]:
-        length += 1
-    return length
 
 
 class NgramStats:

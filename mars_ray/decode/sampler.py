@@ -31,7 +31,8 @@ from mars_ray.core.tree import fan
 from mars_ray.decode.adapter import FusedAdapter
 from mars_ray.decode.attention.backend import Backend
 from mars_ray.decode.attention.tables import Tables
-from mars_ray.decode.logits import NOT_A_NUMBER, Block, adjust_all, best, sample, score, upload
+from mars_ray.decode.cpu.backend import CompiledBackend
+from mars_ray.decode.logits import NOT_A_NUMBER, Block, adjust_all, best, sample, upload
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.strategies import Masks, Plan, Proposals, Rows, Wanted
 from mars_ray.errors import EngineError
@@ -100,7 +101,12 @@ class Sampler:
         if self._mask_logits_MV is None:
             logits_MV = self._banned(self._backend.logits(wanted))
         else:
-            logits_MV = _picked(self._mask_logits_MV, [row - self._first_mask for row in wanted])
+            first, last = (row - self._first_mask for row in (wanted[0], wanted[-1]))
+            if last - first == len(wanted) - 1:
+                logits_MV = self._mask_logits_MV[first : last + 1]  # a view
+            else:
+                row_M = upload(torch.tensor(wanted) - self._first_mask, self._backend.device)
+                logits_MV = self._mask_logits_MV.index_select(0, row_M)
         masks = [
             Masks(planned.item.sequence, planned.plan, outcome, token, own)
             for planned, outcome, token, own in zip(
@@ -152,19 +158,38 @@ class Sampler:
             log_p.append(logits_PV[own].log_softmax(dim=-1) if is_asked else None)
             blocks.append(planned.block(own))
         adjust_all(logits_PV, blocks, position_P)
+        # The drafts, from the row of each plan's last committed token on, and the rows of their
+        # parents; 0 and the row itself where there is no draft.
+        draft_P, parent_P = np.zeros(len(logits_PV), np.int64), np.arange(len(logits_PV))
+        for plan, own in zip(plans, owns, strict=True):
+            row, drafts = own.start + plan.review, len(plan.drafts)
+            draft_P[row : row + drafts] = plan.drafts
+            parent_P[row : row + drafts] = row + np.array(plan.parents, np.int64)
         best_P, measured["ratio"] = self._backend.choose(
-            logits_PV, blocks, position_P, *_drafts(plans, len(logits_PV))
+            logits_PV, blocks, position_P, draft_P, parent_P
         )
         overlap()
-        tokens, *values = _lists([best_P, *(measured[name] for name in wanted)])
+        columns = [best_P, *(measured[name] for name in wanted)]
+        if best_P.device.type == "cpu":
+            tokens, *values = [column.tolist() for column in columns]
+        else:  # in one copy; token ids are exact in float32 up to 2^24
+            tokens, *values = torch.stack([column.float() for column in columns]).tolist()
         tokens = [int(token) for token in tokens]
         if NOT_A_NUMBER in tokens:
             raise EngineError("the logits contain NaN or Inf")
         numbers = dict(zip(wanted, values, strict=True))
-        return [
-            _rows(plan, tokens[own], {name: numbers[name][own] for name in plan.wanted}, log_p_NV)
-            for plan, own, log_p_NV in zip(plans, owns, log_p, strict=True)
-        ]
+        rows = []
+        for plan, own, log_p_NV in zip(plans, owns, log_p, strict=True):
+            first = own.start + plan.review  # the rows under review come first
+            rows.append(
+                Rows(
+                    tokens[first : own.stop],
+                    {name: numbers[name][first : own.stop] for name in plan.wanted},
+                    None if log_p_NV is None else log_p_NV[plan.review :],
+                    tokens[own.start : first],
+                )
+            )
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,47 +219,6 @@ class _Planned:
         return Block(request, own, answers, allowed_RV)
 
 
-def _picked(logits_MV: Tensor, rows: list[int]) -> Tensor:
-    """Some of the rows, in increasing order; as a view if they follow each other."""
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return logits_MV[rows[0] : rows[-1] + 1]
-    return logits_MV.index_select(0, upload(torch.tensor(rows), logits_MV.device))
-
-
-def _lists(columns: Sequence[Tensor]) -> list[list[float]]:
-    """Columns on the host, in one copy from a GPU. Token ids are exact in float32 up to 2^24."""
-    if columns[0].device.type == "cpu":
-        return [column.tolist() for column in columns]
-    return torch.stack([column.float() for column in columns]).tolist()
-
-
-def _rows(
-    plan: Plan, tokens: list[int], numbers: dict[Wanted, list[float]], log_p_NV: Tensor | None
-) -> Rows:
-    """A plan's rows; the tokens of the rows under review, which come first, are kept apart."""
-    first = plan.review
-    return Rows(
-        tokens[first:],
-        {name: values[first:] for name, values in numbers.items()},
-        None if log_p_NV is None else log_p_NV[first:],
-        tokens[:first],
-    )
-
-
-def _drafts(plans: Sequence[Plan], rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The drafts, laid out from the row of each plan's last committed token on, and the rows of
-    their parents; 0 and the row itself where there is no draft."""
-    draft_P, parent_P = np.zeros(rows, np.int64), np.arange(rows)
-    row = 0
-    for plan in plans:
-        row += plan.review
-        drafts = len(plan.drafts)
-        draft_P[row : row + drafts] = plan.drafts
-        parent_P[row : row + drafts] = row + np.array(plan.parents, np.int64)
-        row += 1 + drafts
-    return draft_P, parent_P
-
-
 def choose_drafts(
     backend: Backend,
     rows: Sequence[int],
@@ -246,11 +230,14 @@ def choose_drafts(
     the predicted tokens' positions."""
     adapter = backend.adapter
     if adapter and adapter.head:
-        if (found := backend.drafts(masks, rows, logits_MV, position_M)) is not None:
+        if (
+            isinstance(backend, CompiledBackend)
+            and (found := backend.drafts(masks, rows, logits_MV, position_M)) is not None
+        ):
             said = zip(*found, strict=True)
             counts = [each.branches_of(adapter.candidates) for each in masks]
             return [
-                _of_branches(each, islice(said, count))
+                _proposals(islice(said, count), each.count)
                 for each, count in zip(masks, counts, strict=True)
             ]
         hidden_MH = backend.hidden(rows)
@@ -274,16 +261,16 @@ def _by_themselves(
         for each in masks
         if each.count
     ]
-    several = [each for each in masks if each.branches > 1 and each.count]
+    several = [each for each in masks if each.sequence.branches > 1 and each.count]
     first = torch.tensor([each.own.start for each in several], dtype=torch.long)
     first_S = upload(first, logits_MV.device)
     p_SV = logits_MV[first_S].softmax(dim=-1)
     nothing_M = np.zeros(0, np.int64)
-    if several:
-        score(logits_MV, blocks, position_M)
+    adjust_all(logits_MV, blocks, position_M)
+    if several:  # whose scores are wanted, too
+        sample(logits_MV, blocks, position_M)
         best_M, _ = best(logits_MV, nothing_M, nothing_M)
     else:
-        adjust_all(logits_MV, blocks, position_M)
         best_M, _ = backend.choose(logits_MV, blocks, position_M, nothing_M, nothing_M)
     tokens = best_M.tolist()
     if NOT_A_NUMBER in tokens:
@@ -293,9 +280,9 @@ def _by_themselves(
     for each, measure, log_p_NV in zip(masks, measures, log_p, strict=True):
         own, sure = tokens[each.own], measured[measure][each.own]
         branches = [(own, sure)]
-        if each.branches > 1 and own:
+        if each.sequence.branches > 1 and own:
             branches += [([t, *own[1:]], [p, *sure[1:]]) for t, p in next(others)]
-        made.append(_proposals(branches, log_p_NV))
+        made.append(_proposals(branches, each.count, log_p_NV))
     return made
 
 
@@ -305,35 +292,32 @@ def _others(
     """Each row's next best tokens after its best one, with their probabilities in that row."""
     if not several:
         return []
-    most = min(max(each.branches for each in several), scores_SV.shape[-1])
+    most = min(max(each.sequence.branches for each in several), scores_SV.shape[-1])
     top_SA = scores_SV.topk(most, dim=-1)
     p_SA = p_SV.gather(-1, top_SA.indices).masked_fill(top_SA.values == -torch.inf, 0.0)
     pairs = zip(several, top_SA.indices.tolist(), p_SA.tolist(), strict=True)
     return [
-        list(zip(tokens, numbers, strict=True))[1 : each.branches]
+        list(zip(tokens, numbers, strict=True))[1 : each.sequence.branches]
         for each, tokens, numbers in pairs
     ]
 
 
-def _proposals(branches: list[tuple[list[int], list[float]]], log_p_NV: Tensor | None) -> Proposals:
-    """Branches of the same depth with their confidences, without those whose first token has
+def _proposals(
+    branches: Iterable[tuple[list[int], list[float]]], depth: int, log_p_NV: Tensor | None = None
+) -> Proposals:
+    """Branches with their confidences, cut to a depth, without those whose first token has
     probability 0."""
-    if not branches:
-        return Proposals(log_p_NV=log_p_NV)
-    kept = [each for index, each in enumerate(branches) if index == 0 or each[1][0] > 0]
+    kept = [
+        (tokens[:depth], numbers[:depth])
+        for index, (tokens, numbers) in enumerate(branches)
+        if index == 0 or numbers[0] > 0
+    ]
     return Proposals(
         list(chain.from_iterable(tokens for tokens, _ in kept)),
         list(chain.from_iterable(numbers for _, numbers in kept)),
-        fan(len(kept), len(kept[0][0])),
+        fan(len(kept), depth),
         log_p_NV,
     )
-
-
-def _of_branches(
-    masks: Masks, said: Iterable[tuple[list[int], list[float]]], log_p_NV: Tensor | None = None
-) -> Proposals:
-    chains = [(text[: masks.count], sure[: masks.count]) for text, sure in said]
-    return _proposals(chains, log_p_NV)
 
 
 def _log_p(logits_MV: Tensor, masks: Masks) -> Tensor | None:
@@ -388,7 +372,8 @@ class _Drafts:
         said = zip(text_LD[:, 1:].tolist(), number_LD.nan_to_num(0.0).tolist(), strict=True)
         made = []
         for each, own in zip(self._masks, branches, strict=True):
-            made.append(_of_branches(each, islice(said, own), _log_p(self._logits_MV, each)))
+            log_p_NV = _log_p(self._logits_MV, each)
+            made.append(_proposals(islice(said, own), each.count, log_p_NV))
         return made
 
     def _choose(
@@ -443,17 +428,10 @@ class _Drafts:
                 row_V.scatter_(0, candidate_XC[place], logits_XC[place])
                 noted.add(index)  # only for the first branch
             if each.sequence.request.sampling.changes_logits:
-                before = before_XD[place].tolist()
-                logits_XC[place] = self._adjusted(
-                    each, before, candidate_XC[place], logits_XC[place]
-                )
-
-    def _adjusted(
-        self, masks: Masks, before: list[int], candidate_C: Tensor, logits_C: Tensor
-    ) -> Tensor:
-        """The logits of a row after penalties and the like, with the chosen drafts before it."""
-        row_1V = self._logits_MV.new_full((1, self._logits_MV.shape[1]), -torch.inf)
-        row_1V[0, candidate_C] = logits_C
-        request, answer = masks.sequence.request, [*masks.answer, *before]
-        adjust(row_1V, request.sampling, request.prompt, [answer], [len(answer)], request.stop_ids)
-        return row_1V[0, candidate_C]
+                row_1V = self._logits_MV.new_full((1, self._logits_MV.shape[1]), -torch.inf)
+                row_1V[0, candidate_XC[place]] = logits_XC[place]
+                # With the chosen drafts before it.
+                request, answer = each.sequence.request, [*each.answer, *before_XD[place].tolist()]
+                changes, stops = request.sampling, request.stop_ids
+                adjust(row_1V, changes, request.prompt, [answer], [len(answer)], stops)
+                logits_XC[place] = row_1V[0, candidate_XC[place]]

@@ -102,7 +102,10 @@ class Scheduler:
         self._steps += 1
         work: dict[int, Work] = {}
         budget = self.step_tokens
-        kept = budget - decoding_rows(budget) if self._has_prompts() else 0
+        # Whether a prompt is being forwarded, or may be admitted.
+        comes = bool(self._waiting) and self.running < self._config.max_batch
+        has_prompts = comes or any(map(_is_prompt, self._running.values()))
+        kept = budget - decoding_rows(budget) if has_prompts else 0
         for sequence in sorted(self._running.values(), key=_turn):
             # A sequence before it may have caused it to be sent back.
             if sequence.arrival in self._running:
@@ -147,11 +150,6 @@ class Scheduler:
             assert sequence.cached <= len(sequence.pages) * size
         self._pool.check([sequence.pages for sequence in self._running.values()])
 
-    def _has_prompts(self) -> bool:
-        """Whether a prompt is being forwarded, or may be admitted."""
-        comes = bool(self._waiting) and self.running < self._config.max_batch
-        return comes or any(map(_is_prompt, self._running.values()))
-
     def _item(self, sequence: Sequence, budget: int) -> Work | None:
         """The part of a sequence that fits the budget."""
         pending = sequence.committed - sequence.cached
@@ -174,7 +172,11 @@ class Scheduler:
         missing = self._pages_for(sequence.cached + item.rows) - len(sequence.pages)
         while (pages := self._pool.take(max(0, missing))) is None:
             victim = max(self._running.values(), key=lambda other: other.order)
-            self._preempt(victim)
+            # Its pages' contents are computed again, or found if they are kept.
+            del self._running[victim.arrival]
+            self._free(victim)
+            heapq.heappush(self._waiting, (victim.order, victim))
+            self.preemptions += 1
             if victim is sequence:
                 return cost - item.rows
             given_back = work.pop(victim.arrival, None)
@@ -206,13 +208,6 @@ class Scheduler:
         heapq.heappop(self._waiting)
         self._running[sequence.arrival] = sequence
         return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Let a sequence wait; the contents of its pages are computed again, or found if kept."""
-        del self._running[sequence.arrival]
-        self._free(sequence)
-        heapq.heappush(self._waiting, (sequence.order, sequence))
-        self.preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:
         self.publish(sequence)

@@ -155,11 +155,6 @@ class Sequence:
             [self.draft_matches[node - 1] for node in nodes],
         )
 
-    def drafted_by(self, adapter: str | None) -> None:
-        """Note which adapter's drafts or masks a forward had."""
-        if adapter and adapter not in self.adapters[-1:]:
-            self.adapters.append(adapter)
-
     def kept(self, tokens: list[int]) -> list[int]:
         """The tokens of a forward that are committed: those up to a stop token, the limit, or a
         token that the grammar forbids."""
@@ -181,7 +176,14 @@ class Sequence:
             completion = self.completion("stop" if stopped else "length")
         elif self.grammar:
             self.grammar.consume(kept)
-            self.follow_grammar()
+            if self.request.mode.has_drafts:
+                # Drop drafts that it forbids; if only one text can follow, draft its tokens.
+                count = self.grammar.admissible(self.drafts)
+                forced = self.grammar.forced()[: max(len(self.drafts), self.widest)]
+                if len(forced) >= count:
+                    self.set_drafts(forced, [1.0] * len(forced))
+                else:
+                    self.set_drafts(self.drafts[:count], self.draft_probabilities[:count])
         return self.event(tuple(kept), completion)
 
     def event(self, tokens: tuple[int, ...], completion: Completion | None) -> TokenEvent:
@@ -197,17 +199,6 @@ class Sequence:
             threshold=self.lowest_threshold,
             adapter=self.adapter,
         )
-
-    def follow_grammar(self) -> None:
-        """Drop drafts that the grammar forbids; if only one text can follow, draft its tokens."""
-        if not self.grammar or not self.request.mode.has_drafts:
-            return
-        count = self.grammar.admissible(self.drafts)
-        forced = self.grammar.forced()[: max(len(self.drafts), self.widest)]
-        if len(forced) >= count:
-            self.set_drafts(forced, [1.0] * len(forced))
-        else:
-            self.set_drafts(self.drafts[:count], self.draft_probabilities[:count])
 
     def completion(self, reason: FinishReason) -> Completion:
         return Completion(

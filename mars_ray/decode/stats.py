@@ -53,12 +53,14 @@ class StepTotals:
     context_tokens: int = 0  # cached ones of all sequences, counted at every step
     prompt_pairs: int = 0  # of a prompt's row and a token before it
 
-    def add(self, work: abc.Sequence[Work]) -> None:
-        """Count a step, before its tokens are committed."""
+    def add(self, work: abc.Sequence[Work]) -> tuple[int, int]:
+        """Count a step, before its tokens are committed. Returns the tokens that its sequences have
+        in the cache, and `prompt_pairs`."""
         self.steps += 1
         self.prompt_steps += any(not item.sequence.forwards for item in work)
-        self.context_tokens += context_tokens(work)
-        self.prompt_pairs += prompt_pairs(work)
+        context, pairs = sum(item.sequence.cached for item in work), prompt_pairs(work)
+        self.context_tokens += context
+        self.prompt_pairs += pairs
         for item in work:
             if item.sequence.forwards:
                 self.sequences += 1
@@ -68,6 +70,7 @@ class StepTotals:
                 if item.plan:
                     self.prompts += 1
                     self.prompt_tokens += item.sequence.committed - (item.sequence.found or 0)
+        return context, pairs
 
     def add_drafts(self, sequence: Sequence, plan: Plan, outcome: int) -> None:
         """Count a sequence's drafts, of which those up to a node were accepted."""
@@ -79,11 +82,6 @@ class StepTotals:
             self.mask_accepted += len(drafted.intersection(plan.path(outcome)))
         self.ngram_drafts += sum(match is not None for match in plan.matches)
         self.ngram_accepted += plan.looked_up(outcome)
-
-
-def context_tokens(work: abc.Sequence[Work]) -> int:
-    """Tokens that a step's sequences have in the cache before it."""
-    return sum(item.sequence.cached for item in work)
 
 
 def prompt_pairs(work: abc.Sequence[Work]) -> int:

@@ -37,7 +37,6 @@ from mars_ray.config.modes import (
 from mars_ray.core.acceptance import Measure
 from mars_ray.core.thresholds import Budget
 from mars_ray.core.tree import (
-    Choice,
     chain,
     children_of,
     depths_of,
@@ -157,14 +156,9 @@ class Masks:
         """Number of masks."""
         return self.own.stop - self.own.start
 
-    @property
-    def branches(self) -> int:
-        """Number of tokens that the first mask proposes."""
-        return self.sequence.branches
-
     def branches_of(self, candidates: int) -> int:
         """Number of branches that the head makes of so many candidates."""
-        return min(self.branches, candidates) if self.count else 0
+        return min(self.sequence.branches, candidates) if self.count else 0
 
     @property
     def answer(self) -> list[int]:
@@ -224,32 +218,26 @@ class Confidence(Strategy):
     def absorb(
         self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
     ) -> list[int]:
+        """Commit the row's own token, and the proposals before the first that does not pass."""
         sequence.cached = sequence.committed
-        return self._committed(sequence, rows, proposals)
-
-    def _plan(self, sequence: Sequence, masks: int) -> Plan:
-        masks = min(masks, sequence.remaining - 1)
-        # The first token of a commit is the causal row's own and needs no review.
-        review = min(sequence.last_commit, len(sequence.pending)) - 1
-        groups = (MaskGroup(0, masks),) if masks else ()
-        measure = _mode(sequence).measure
-        # A step of plain decoding costs what one of `exact` does, so it measures nothing.
-        wanted = () if sequence.is_plain else (measure,)
-        return Plan([], groups, wanted, measure, max(0, review))
-
-    def _committed(self, sequence: Sequence, rows: Rows, proposals: Proposals) -> list[int]:
-        """The row's own token, and the proposals before the first that does not pass."""
-        threshold, falls = sequence.threshold, _mode(sequence).measure == "entropy"
+        threshold, falls = sequence.threshold, plan.measure == "entropy"
         passed = takewhile(
             lambda number: number <= threshold if falls else number >= threshold,
             proposals.confidences,
         )
         return [rows.best[0], *proposals.tokens[: sum(1 for _ in passed)]]
 
-
-def _mode(sequence: Sequence) -> ConfidenceMode | BlockCachedMode:
-    assert isinstance(sequence.request.mode, ConfidenceMode | BlockCachedMode)
-    return sequence.request.mode
+    def _plan(self, sequence: Sequence, masks: int) -> Plan:
+        masks = min(masks, sequence.remaining - 1)
+        # The first token of a commit is the causal row's own and needs no review.
+        review = min(sequence.last_commit, len(sequence.pending)) - 1
+        groups = (MaskGroup(0, masks),) if masks else ()
+        mode = sequence.request.mode
+        assert isinstance(mode, ConfidenceMode | BlockCachedMode)
+        measure = mode.measure
+        # A step of plain decoding costs what one of `exact` does, so it measures nothing.
+        wanted = () if sequence.is_plain else (measure,)
+        return Plan([], groups, wanted, measure, max(0, review))
 
 
 class BlockCached(Confidence):
@@ -260,27 +248,25 @@ class BlockCached(Confidence):
     """
 
     def plan(self, sequence: Sequence) -> Plan:
-        left_in_block = _block_end(sequence) - sequence.committed
-        return self._plan(sequence, min(sequence.window, left_in_block - 1))
+        _, end = _cache_block(sequence)
+        return self._plan(sequence, min(sequence.window, end - sequence.committed - 1))
 
     def absorb(
         self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
     ) -> list[int]:
         # The part of the unfinished block that is already in the cache is forgotten.
-        begin = _block_end(sequence) - _block_size(sequence)
-        sequence.cached = max(sequence.cached, begin)
-        return self._committed(sequence, rows, proposals)
+        begin, cached = _cache_block(sequence)[0], sequence.cached
+        tokens = super().absorb(sequence, plan, rows, outcome, proposals)
+        sequence.cached = max(cached, begin)
+        return tokens
 
 
-def _block_size(sequence: Sequence) -> int:
+def _cache_block(sequence: Sequence) -> tuple[int, int]:
+    """Begin and end of the answer's cache block that contains the next token."""
     assert isinstance(sequence.request.mode, BlockCachedMode)
-    return sequence.request.mode.cache_block
-
-
-def _block_end(sequence: Sequence) -> int:
-    """End of the answer's cache block that contains the next token."""
-    size = _block_size(sequence)
-    return sequence.committed + size - (sequence.committed - len(sequence.request.prompt)) % size
+    size = sequence.request.mode.cache_block
+    begin = sequence.committed - (sequence.committed - len(sequence.request.prompt)) % size
+    return begin, begin + size
 
 
 class Jacobi(Strategy):
@@ -315,10 +301,21 @@ class Verified(Strategy):
     """
 
     def plan(self, sequence: Sequence) -> Plan:
-        if sequence.choice:
-            return _chosen_plan(sequence, sequence.choice)
+        if choice := sequence.choice:
+            # Without drafts that are gone since an earlier choice.
+            masks = {0: choice.masks[0]}
+            for node, count in zip(choice.nodes, choice.masks[1:], strict=True):
+                if node <= len(sequence.drafts) and sequence.draft_parents[node - 1] in masks:
+                    masks[node] = count
+            counts = enumerate(masks.values())
+            groups = tuple(MaskGroup(after, count) for after, count in counts if count)
+            return _plan(sequence, [node for node in masks if node], groups)
         if sequence.groups > 1:
-            return _plan_for_outcomes(sequence)
+            # Nothing is cut at the limit, since that would change which outcomes are likeliest.
+            parents, window = sequence.draft_parents, sequence.window
+            outcomes = likeliest_outcomes(sequence.draft_probabilities, sequence.groups, parents)
+            groups = tuple(MaskGroup(after, window) for after in outcomes if window)
+            return _plan(sequence, range(1, len(parents) + 1), groups)
         # Drafts up to the limit, even one for the last token, which needs no draft. So a shorter
         # limit gives a prefix of the text of a longer one, also with relaxed acceptance.
         depths = depths_of(sequence.draft_parents)
@@ -367,25 +364,6 @@ def _plan(sequence: Sequence, nodes: abc.Sequence[int], groups: tuple[MaskGroup,
         confidences=[sequence.draft_probabilities[node - 1] for node in nodes],
         matches=[sequence.draft_matches[node - 1] for node in nodes],
     )
-
-
-def _chosen_plan(sequence: Sequence, choice: Choice) -> Plan:
-    """The plan that window control chose, without drafts that are gone since an earlier choice."""
-    masks = {0: choice.masks[0]}
-    for node, count in zip(choice.nodes, choice.masks[1:], strict=True):
-        if node <= len(sequence.drafts) and sequence.draft_parents[node - 1] in masks:
-            masks[node] = count
-    groups = tuple(MaskGroup(after, count) for after, count in enumerate(masks.values()) if count)
-    return _plan(sequence, [node for node in masks if node], groups)
-
-
-def _plan_for_outcomes(sequence: Sequence) -> Plan:
-    """A plan with masks behind the likeliest outcomes. Nothing is cut at the limit, since that
-    would change which outcomes these are."""
-    parents = sequence.draft_parents
-    outcomes = likeliest_outcomes(sequence.draft_probabilities, sequence.groups, parents)
-    groups = tuple(MaskGroup(after, sequence.window) for after in outcomes if sequence.window)
-    return _plan(sequence, range(1, len(parents) + 1), groups)
 
 
 STRATEGIES: dict[type[Mode], Strategy] = {

@@ -160,9 +160,17 @@ def create_model(
     rows than the tokenizer has tokens, or the directory cannot be written.
     """
     if isinstance(config, PresetModel):
-        _check_preset(config)
+        shape = SHAPES[config.preset]
+        if shape.rows is not None and config.vocab_size > shape.rows:
+            raise ModelError(
+                f"model.vocab_size {config.vocab_size} is too large: {config.preset} has "
+                f"{shape.rows} rows"
+            )
         tokenizer = train_tokenizer(texts(), config.vocab_size)
-        model = _random_model(config, len(tokenizer), seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = Qwen2ForCausalLM(preset_config(config.preset, len(tokenizer)))
+        torch.nn.Module.to(model, dtype=shape.dtype)
         block_size = 0
     else:
         model = load_model(config.path, dtype=None, revision=config.revision)
@@ -179,14 +187,6 @@ def create_model(
         raise ModelError(
             f"cannot write {directory}: {error}. {remedy(error)}, and run again"
         ) from error
-
-
-def _check_preset(config: PresetModel) -> None:
-    rows = SHAPES[config.preset].rows
-    if rows is not None and config.vocab_size > rows:
-        raise ModelError(
-            f"model.vocab_size {config.vocab_size} is too large: {config.preset} has {rows} rows"
-        )
 
 
 def check_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -208,14 +208,6 @@ def check_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> No
         )
 
 
-def _random_model(config: PresetModel, vocabulary: int, seed: int) -> Qwen2ForCausalLM:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(preset_config(config.preset, vocabulary))
-    torch.nn.Module.to(model, dtype=SHAPES[config.preset].dtype)
-    return model
-
-
 def ensure_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> ModelCard:
     """Gives the tokenizer a mask token, and the model a row for it if none is free.
 
@@ -227,8 +219,15 @@ def ensure_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         tokenizer.add_special_tokens({"mask_token": token})
     mask_id = tokenizer.mask_token_id
     assert isinstance(mask_id, int)
-    if mask_id >= len(_weight(model.get_input_embeddings())):
-        _grow(model, mask_id + 1)
+    old = len(_weight(model.get_input_embeddings()))
+    if mask_id >= old:
+        # New rows start at the mean of the others: random ones would depend on the generator's
+        # state and lie far from them.
+        model.resize_token_embeddings(mask_id + 1, mean_resizing=False)
+        with torch.no_grad():
+            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+                weight_VH = _weight(layer)
+                weight_VH[old:] = weight_VH[:old].float().mean(0).to(weight_VH.dtype)
     return ModelCard(mask_token=str(tokenizer.mask_token), mask_token_id=mask_id, block_size=0)
 
 
@@ -241,19 +240,6 @@ def _reserved_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
         if added.special and _RESERVED.match(text) and text not in in_use and text not in template:
             return text
     return None
-
-
-def _grow(model: PreTrainedModel, rows: int) -> None:
-    """Adds rows to the embedding and the head; they start at the mean of the others.
-
-    Random rows would depend on the generator's state and lie far from the others.
-    """
-    old = len(_weight(model.get_input_embeddings()))
-    model.resize_token_embeddings(rows, mean_resizing=False)
-    with torch.no_grad():
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            weight_VH = _weight(layer)
-            weight_VH[old:] = weight_VH[:old].float().mean(0).to(weight_VH.dtype)
 
 
 def _weight(layer: torch.nn.Module | None) -> torch.Tensor:

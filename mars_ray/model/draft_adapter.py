@@ -53,6 +53,15 @@ class Lora(NamedTuple):
     down_RI: Tensor
     up_OR: Tensor
 
+    def check(self, name: str, outputs: int, inputs: int) -> None:
+        """Raises ModelError if the layer of this name has another shape."""
+        found, wanted = (self.up_OR.shape[0], self.down_RI.shape[1]), (outputs, inputs)
+        if found != wanted:
+            raise ModelError(
+                f"the draft adapter's weights for {name} have shape {found}, and the model's "
+                f"{wanted}: it was trained for another model"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class DraftAdapter:
@@ -63,6 +72,15 @@ class DraftAdapter:
     mask_embedding_DH: Tensor
     lora: dict[str, Lora]
     head: DraftHead | None
+
+    def check_hidden_size(self, size: int) -> None:
+        """Raises ModelError if the model's is another one."""
+        own = self.mask_embedding_DH.shape[1]
+        if own != size:
+            raise ModelError(
+                f"the draft adapter has hidden size {own}, and the model {size}: it was trained "
+                "for another model"
+            )
 
 
 def write_draft_adapter(directory: str | Path, adapter: DraftAdapter) -> None:

@@ -122,7 +122,14 @@ def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Raises ModelError if the file is damaged or the conversion would lose any of it.
     """
     header = _read(path)
-    _check_whole(header)
+    kind, parts = header.fields.get("general.type", "model"), header.fields.get("split.count", 1)
+    if kind != "model":
+        raise ModelError(f"{path} is no model: its general.type is {kind!r}")
+    if parts > 1:
+        raise ModelError(
+            f"{path} is one of {parts} files (split.count): make one of them with "
+            f"`llama-gguf-split --merge`, or {_INSTEAD}"
+        )
     config = _config(header)
     names = _names(header, config)
     pre = header.fields.get("tokenizer.ggml.pre")
@@ -134,18 +141,15 @@ def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         adds_bos=header.fields.get("tokenizer.ggml.add_bos_token"),
         adds_eos=bool(header.fields.get("tokenizer.ggml.add_eos_token")),
     )
-    tokenizer.chat_template = _templates(header, tokenizer.chat_template)
-    return _model(header, config, names), tokenizer
-
-
-def _templates(header: _Header, default: Any) -> Any:
-    """The chat template, or several by name."""
     named = {
         name.removeprefix(_TEMPLATE): value
         for name, value in header.fields.items()
         if name.startswith(_TEMPLATE)
     }
-    return named | ({"default": default} if default else {}) if named else default
+    if named:
+        default = tokenizer.chat_template
+        tokenizer.chat_template = named | ({"default": default} if default else {})
+    return _model(header, config, names), tokenizer
 
 
 def _read(path: Path) -> _Header:
@@ -166,18 +170,6 @@ def _read(path: Path) -> _Header:
         raise ModelError(
             f"{path} is no GGUF file, or is damaged or was cut short: {error}. Fetch it again"
         ) from error
-
-
-def _check_whole(header: _Header) -> None:
-    """Raises ModelError for a part of a model, or what belongs to one."""
-    kind, parts = header.fields.get("general.type", "model"), header.fields.get("split.count", 1)
-    if kind != "model":
-        raise ModelError(f"{header.path} is no model: its general.type is {kind!r}")
-    if parts > 1:
-        raise ModelError(
-            f"{header.path} is one of {parts} files (split.count): make one of them with "
-            f"`llama-gguf-split --merge`, or {_INSTEAD}"
-        )
 
 
 def _config(header: _Header) -> Any:
@@ -294,9 +286,20 @@ def _names(header: _Header, config: Any) -> dict[str, str]:
     lacks, more = wanted.keys() - there.keys(), there.keys() - wanted.keys()
     if header.architecture != "qwen2":  # whose biases are no option
         lacks = {name for name in lacks if not name.endswith(".bias")}
+    lost: set[str] = set()
+    for name in more:
+        # Neither a bias of zeros changes anything, nor rotary factors that are all 1.
+        neutral = None
+        if name.endswith(".bias"):
+            neutral = 0
+        elif name.startswith(("rope_freqs.", "rope_factors_")):
+            neutral = 1
+        tensor = header.tensors[name]
+        if neutral is None or (dequantize(tensor.data, tensor.tensor_type) != neutral).any():
+            lost.add(name)
     for what, tensors in (
         ("lacks", lacks),
-        (_LOST, {name for name in more if not _changes_nothing(header.tensors[name])}),
+        (_LOST, lost),
         (
             "has other sizes than it says, of",
             {name for name in wanted if there.get(name, wanted[name]) != wanted[name]},
@@ -306,14 +309,6 @@ def _names(header: _Header, config: Any) -> dict[str, str]:
             shown = ", ".join(sorted(tensors)[:3])
             raise ModelError(f"{header.path} {what} {shown}: {_INSTEAD}")
     return names
-
-
-def _changes_nothing(tensor: ReaderTensor) -> bool:
-    """A bias of zeros, or factors of the rotary embedding that are all 1."""
-    if tensor.name.endswith(".bias"):
-        return not dequantize(tensor.data, tensor.tensor_type).any()
-    is_rotary = tensor.name.startswith(("rope_freqs.", "rope_factors_"))
-    return is_rotary and bool((dequantize(tensor.data, tensor.tensor_type) == 1).all())
 
 
 def _model(header: _Header, config: Any, names: dict[str, str]) -> PreTrainedModel:
@@ -418,15 +413,11 @@ def load_gguf_tokenizer(
     tokenizer = opened(
         path, lambda: AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), holds=_HOLDS
     )
-    return tokenizer if is_plain else _restored(tokenizer, _CUTS[str(pre)], adds_bos, adds_eos)
-
-
-def _restored(
-    tokenizer: PreTrainedTokenizerBase, step: _Cut, adds_bos: bool | None, adds_eos: bool
-) -> PreTrainedTokenizerBase:
-    """transformers' tokenizer, changed to cut text as its file says."""
+    if is_plain:
+        return tokenizer
+    # Changed to cut text as its file says.
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    backend = tokenizer.backend_tokenizer
+    step, backend = _CUTS[str(pre)], tokenizer.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(step.split), behavior="isolated")

@@ -235,26 +235,8 @@ def write_model(
 ) -> None:
     """Writes the files of `save_model` into an empty directory one by one."""
     quiet_unless_watched()
-    _save_weights(directory, model, state_dict)
-    tokenizer.save_pretrained(directory)
-    write_card(directory, card)
-    # safetensors makes files readable for their owner only; a server may run as another user.
-    mode = (directory / CONFIG_FILE).stat().st_mode
-    for path in directory.rglob("*"):
-        if path.is_file():  # beside named chat templates, which have a directory
-            path.chmod(mode)
-
-
-def _save_weights(
-    directory: Path,
-    model: PreTrainedModel,
-    state_dict: dict[str, Tensor] | None,
-) -> None:
-    """Writes the same files as `model.save_pretrained`.
-
-    If accelerate is installed, which peft requires, that function imports deepspeed, which takes
-    three seconds in every process that saves a model.
-    """
+    # As `model.save_pretrained`, which imports deepspeed if accelerate is installed, which peft
+    # requires: three seconds in every process that saves a model.
     weights = model.state_dict() if state_dict is None else state_dict
     config = copy.copy(model.config)
     config.architectures = [type(model).__name__]
@@ -263,13 +245,20 @@ def _save_weights(
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
     tied = {_HEAD} if config.tie_word_embeddings else set()
-    own = {name: _alone(value) for name, value in weights.items() if name not in tied}
+    own = {
+        # In storage of its own: ZeRO's parameters are pieces of a large tensor.
+        name: value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+        for name, value in weights.items()
+        if name not in tied
+    }
     save_torch_state_dict(own, directory)
-
-
-def _alone(value: Tensor) -> Tensor:
-    """The tensor in storage of its own: ZeRO's parameters are pieces of a large tensor."""
-    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+    tokenizer.save_pretrained(directory)
+    write_card(directory, card)
+    # safetensors makes files readable for their owner only; a server may run as another user.
+    mode = (directory / CONFIG_FILE).stat().st_mode
+    for path in directory.rglob("*"):
+        if path.is_file():  # beside named chat templates, which have a directory
+            path.chmod(mode)
 
 
 def stop_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -280,23 +269,21 @@ def stop_ids(model: PreTrainedModel) -> frozenset[int]:
 def stop_ids_of(directory: str | Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens at which answers of a directory's model end, that of the chat template's turn
     included; reads no weights. Raises ModelError if there are none."""
-    known = _known(_generation_of(directory))
+    # As `transformers` makes it for the model: its own configuration where it has no other.
+    if (Path(directory) / GENERATION_CONFIG_NAME).exists():
+        generation = opened(directory, lambda: GenerationConfig.from_pretrained(directory))
+    else:
+        config = opened(
+            directory, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        )
+        generation = GenerationConfig.from_model_config(config)
+    known = _known(generation)
     if tokenizer.chat_template:
         try:
             known.append(end_of_turn_id(tokenizer))
         except ModelError as error:
             log.warning("answers end only where generation_config.json says so: %s", error)
     return _some(known)
-
-
-def _generation_of(directory: str | Path) -> GenerationConfig:
-    """As `transformers` makes it for the model: the model's own configuration where it has none."""
-    if (Path(directory) / GENERATION_CONFIG_NAME).exists():
-        return opened(directory, lambda: GenerationConfig.from_pretrained(directory))
-    config = opened(
-        directory, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    )
-    return GenerationConfig.from_model_config(config)
 
 
 def _some(known: list[int]) -> frozenset[int]:

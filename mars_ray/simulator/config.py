@@ -247,29 +247,17 @@ class Simulation(Config):
         return self.cluster.model_copy(update=changes)
 
     @model_validator(mode="after")
-    def _classes_are_a_services(self) -> Self:
+    def _parts_fit(self) -> Self:
         if self.scaling.quality_classes:
             raise ValueError(
                 "no request of a trace has a class: leave scaling.quality_classes out, and give "
                 "requests a pinned_threshold in the trace"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _regimes_are_slos(self) -> Self:
         if self.scaling.slo != Slo():
             raise ValueError("leave scaling.slo out, and name the regimes in slos")
-        return self
-
-    @model_validator(mode="after")
-    def _special_traces_exist(self) -> Self:
         for name in self.per_trace:
             if name not in self.traces:
                 raise ValueError(f"per_trace.{name}: traces has no {name}")
-        return self
-
-    @model_validator(mode="after")
-    def _metrics_are_fresh(self) -> Self:
         for trace in self.traces:
             cluster = self.cluster_of(trace, 0)
             tick_s = cluster.tick_s
@@ -280,10 +268,6 @@ class Simulation(Config):
                     f"old, and scaling.stale_after_s={self.scaling.stale_after_s:g} has policies "
                     "ignore them: raise it, or lower those"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _cells_have_names(self) -> Self:
         if len({f"{cold:g}" for cold in self.colds_s}) < len(self.colds_s):
             raise ValueError("cold starts must differ in their first six digits")
         return self

@@ -128,9 +128,14 @@ def thinned(timeline: Timeline) -> dict[str, list[float]]:
 
 def means(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Means over seeds, with their intervals."""
+
+    def short(value: float | None) -> float | None:
+        """Six digits, which keep a result of thousands of rows small."""
+        return None if value is None else float(f"{value:.6g}")
+
     return {
-        "mean": {name: _short(statistics.fmean(values)) for name, values in columns.items()},
-        "half_width": {name: _short(half_width(values)) for name, values in columns.items()},
+        "mean": {name: short(statistics.fmean(values)) for name, values in columns.items()},
+        "half_width": {name: short(half_width(values)) for name, values in columns.items()},
     }
 
 
@@ -138,7 +143,13 @@ def half_width(values: Sequence[float]) -> float | None:
     """Half the width of the mean's 95% interval over seeds; None if it is not known."""
     if len(values) < 2 or not all(map(isfinite, values)):
         return None
-    return _quantile(len(values) - 1) * statistics.stdev(values) / sqrt(len(values))
+    degrees, z = len(values) - 1, _NORMAL
+    if degrees <= len(_T):
+        quantile = _T[degrees - 1]
+    else:  # Cornish and Fisher's expansion, to 0.2%
+        first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+        quantile = z + first / degrees + second / degrees**2
+    return quantile * statistics.stdev(values) / sqrt(len(values))
 
 
 def policy_rows(result: dict[str, Any]) -> list[tuple[str, str, int, int, float, float]]:
@@ -153,9 +164,15 @@ def policy_rows(result: dict[str, Any]) -> list[tuple[str, str, int, int, float,
                 attained = mean["attainment"] >= wanted[cell["regime"]]
                 over = mean["mean_replicas"] / cell["lossless"]
                 counted[policy, group].append((attained, over, mean["points_lost"]))
-    return [
-        (policy, group, len(rows), *_of_attained(rows)) for (policy, group), rows in counted.items()
-    ]
+    found = []
+    for (policy, group), rows in counted.items():
+        attained = [row for row in rows if row[0]]
+        over, points = (
+            statistics.fmean(row[column] for row in attained) if attained else float("nan")
+            for column in (1, 2)
+        )
+        found.append((policy, group, len(rows), len(attained), over, points))
+    return found
 
 
 def policy_table(result: dict[str, Any]) -> Printed:
@@ -278,14 +295,6 @@ def _timelines(job: SimulateJob, cells: list[Cell], made: Mapping[str, Any]) -> 
     }
 
 
-def _of_attained(rows: list[tuple[bool, float, float]]) -> tuple[int, float, float]:
-    attained = [row for row in rows if row[0]]
-    count = len(attained)
-    if not count:
-        return 0, float("nan"), float("nan")
-    return count, sum(row[1] for row in attained) / count, sum(row[2] for row in attained) / count
-
-
 def _numbers(attained: int, over: float, points: float) -> tuple[str, str]:
     return (f"{over:.2f}", f"{points:.2f}") if attained else ("-", "-")
 
@@ -318,17 +327,3 @@ def _cells(result: dict[str, Any]) -> Table:
             row.append(f"{mean['mean_replicas']:.2f} ({mean['attainment']:.1%}{mark})")
         rows.append(row)
     return Table([["trace", "regime", "cold start, s", "mean need", *policies]], rows)
-
-
-def _short(value: float | None) -> float | None:
-    """Six digits, which keep a result of thousands of rows small."""
-    return None if value is None else float(f"{value:.6g}")
-
-
-def _quantile(degrees: int) -> float:
-    """Student's 97.5% quantile, by Cornish and Fisher's expansion beyond the table (to 0.2%)."""
-    if degrees <= len(_T):
-        return _T[degrees - 1]
-    z = _NORMAL
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    return z + first / degrees + second / degrees**2

@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed import tensor_model_parallel_all_reduce
 
 from mars_ray.errors import ModelError
 from mars_ray.model.draft_adapter import DraftAdapter, Lora, LoraProduct, side_by_side
-from mars_ray.vllm.mask_rows import Delta, MaskRows, add_after, embed_after
+from mars_ray.vllm.mask_rows import Delta, MaskRows, SummedProduct, add_after, embed_after
 
 # vLLM's layers in a decoder layer, and those of the adapter that make one of them.
 _COLUMN = {
@@ -40,20 +39,6 @@ ARCHITECTURES = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Summed:
-    """A product of a layer that is cut by its inputs: each rank has a part of the first sum."""
-
-    product: LoraProduct
-
-    @property
-    def up_KO(self) -> Tensor:
-        return self.product.up_KO
-
-    def inner(self, x_MI: Tensor) -> Tensor:
-        return tensor_model_parallel_all_reduce(self.product.inner(x_MI))
-
-
-@dataclass(frozen=True, slots=True)
 class Parts:
     """What an adapter adds to this rank's layers, by their names, and its embeddings of masks."""
 
@@ -66,12 +51,7 @@ def fitted(adapter: DraftAdapter, model: Any, dtype: torch.dtype) -> Parts:
     fit."""
     device = next(model.parameters()).device
     mask_DH = adapter.mask_embedding_DH.to(device, dtype)
-    size = model.config.hidden_size
-    if mask_DH.shape[1] != size:
-        raise ModelError(
-            f"the draft adapter has hidden size {mask_DH.shape[1]}, and the model {size}: it was "
-            "trained for another model"
-        )
+    adapter.check_hidden_size(model.config.hidden_size)
     deltas: dict[str, Delta] = {}
     unused = set(adapter.lora)
     for index, layer in enumerate(model.model.layers):
@@ -89,7 +69,7 @@ def fitted(adapter: DraftAdapter, model: Any, dtype: torch.dtype) -> Parts:
             if lora:
                 module = _base(layer.get_submodule(own))
                 delta = _by_inputs(lora, module, adapter.card.scale, name).as_of(device, dtype)
-                deltas[name] = _Summed(delta) if module.tp_size > 1 else delta
+                deltas[name] = SummedProduct(delta) if module.tp_size > 1 else delta
             unused.discard(name)
     if unused:
         name = min(unused)
@@ -137,7 +117,7 @@ def _by_outputs(
         if lora is None:
             cut.append(None)
             continue
-        _check(lora, (size * count, module.input_size), name)
+        lora.check(name, size * count, module.input_size)
         cut.append(Lora(lora.down_RI, lora.up_OR[index * size : (index + 1) * size]))
     return side_by_side(cut, [size for size, _, _ in parts], scale)
 
@@ -158,19 +138,10 @@ def _output_parts(module: Any) -> list[tuple[int, int, int]]:
 
 def _by_inputs(lora: Lora, module: Any, scale: float, name: str) -> LoraProduct:
     """This rank's part of a layer that is cut by its inputs."""
-    _check(lora, (module.output_size, module.input_size), name)
+    lora.check(name, module.output_size, module.input_size)
     size = module.input_size_per_partition
     start = module.tp_rank * size
     part = Lora(lora.down_RI[:, start : start + size], lora.up_OR)
     product = side_by_side([part], [module.output_size], scale)
     assert product is not None
     return product
-
-
-def _check(lora: Lora, wanted: tuple[int, int], name: str) -> None:
-    found = (lora.up_OR.shape[0], lora.down_RI.shape[1])
-    if found != wanted:
-        raise ModelError(
-            f"the draft adapter's weights for {name} have shape {found}, and the model's "
-            f"{wanted}: it was trained for another model"
-        )

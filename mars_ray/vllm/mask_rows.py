@@ -12,44 +12,31 @@ Shape suffixes: N rows of a forward, M rows of masks, D depths, H hidden size, I
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from mars_ray.model.draft_adapter import LoraProduct
 
-class Delta(Protocol):
-    """What an adapter adds to the results of a linear layer: two products, K wide between them."""
+
+@dataclass(frozen=True, slots=True)
+class SummedProduct:
+    """A product of a layer that is cut by its inputs: each rank has a part of the first sum."""
+
+    product: LoraProduct
 
     @property
     def up_KO(self) -> Tensor:
-        """The second factor."""
-        ...
+        return self.product.up_KO
 
     def inner(self, x_MI: Tensor) -> Tensor:
-        """The first product, (M, K)."""
-        ...
+        return tensor_model_parallel_all_reduce(self.product.inner(x_MI))
 
 
-class MaskRows(Protocol):
-    """Which rows of the forward under way are masks."""
-
-    def begin(self, places: Sequence[int], depths: Sequence[int]) -> None:
-        """Note them before a forward."""
-        ...
-
-    def end(self) -> None:
-        """From now on no row is a mask."""
-        ...
-
-    def add(self, y_NO: Tensor, x_NI: Tensor, delta: Delta) -> None:
-        """Add an adapter's part to the results of masks, in place."""
-        ...
-
-    def embed(self, y_NH: Tensor, mask_DH: Tensor) -> None:
-        """Replace the embeddings of masks, in place."""
-        ...
+# What an adapter adds to the results of a linear layer: two products, K wide between them.
+Delta = LoraProduct | SummedProduct
 
 
 class IndexedRows:
@@ -61,21 +48,23 @@ class IndexedRows:
         self._depth_M = torch.empty(0, dtype=torch.long)
 
     def begin(self, places: Sequence[int], depths: Sequence[int]) -> None:
-        self._rows = self._places(places)
+        """Note which rows of the next forward are masks."""
+        self._rows = None
+        if places:
+            first, last = places[0], places[-1]
+            if last - first + 1 == len(places):
+                # A view is cheaper than a copy, and common: one request.
+                self._rows = slice(first, last + 1)
+            else:
+                self._rows = torch.tensor(places, dtype=torch.long, device=self._device)
         self._depth_M = torch.tensor(depths, dtype=torch.long, device=self._device)
 
-    def _places(self, places: Sequence[int]) -> slice | Tensor | None:
-        if not places:
-            return None
-        first, last = places[0], places[-1]
-        if last - first + 1 == len(places):
-            return slice(first, last + 1)  # a view is cheaper than a copy, and common: one request
-        return torch.tensor(places, dtype=torch.long, device=self._device)
-
     def end(self) -> None:
+        """From now on no row is a mask."""
         self._rows = None
 
     def add(self, y_NO: Tensor, x_NI: Tensor, delta: Delta) -> None:
+        """Add an adapter's part to the results of masks, in place."""
         rows = self._rows
         if rows is None:
             return
@@ -85,6 +74,7 @@ class IndexedRows:
             y_NO.index_add_(0, rows, torch.mm(delta.inner(x_NI[rows]), delta.up_KO))
 
     def embed(self, y_NH: Tensor, mask_DH: Tensor) -> None:
+        """Replace the embeddings of masks, in place."""
         if self._rows is not None:
             y_NH[self._rows] = mask_DH[self._depth_M]
 
@@ -118,6 +108,9 @@ class GatedRows:
         y_NH.copy_(torch.where(self._is_mask_N1[:count], mask_NH, y_NH))
 
 
+MaskRows = IndexedRows | GatedRows
+
+
 @dataclass(slots=True)
 class Site:
     """Where an adapter acts: on a linear layer's results, or on embeddings; or none does, yet."""
@@ -143,24 +136,13 @@ def _embed_masks(y: Tensor, site: int) -> None:
         own.masks.embed(y, own.mask_DH)
 
 
-def _add_lora_shape(y: Tensor, x: Tensor, site: int) -> None:
-    """What the compiler runs on shapes: nothing is returned."""
-
-
-def _embed_masks_shape(y: Tensor, site: int) -> None:
-    """What the compiler runs on shapes: nothing is returned."""
-
-
 _LIBRARY = torch.library.Library("mars_ray", "FRAGMENT")
+# On shapes, which the compiler runs, they do nothing.
 direct_register_custom_op(
-    "add_lora", _add_lora, mutates_args=["y"], fake_impl=_add_lora_shape, target_lib=_LIBRARY
+    "add_lora", _add_lora, mutates_args=["y"], fake_impl=lambda *_: None, target_lib=_LIBRARY
 )
 direct_register_custom_op(
-    "embed_masks",
-    _embed_masks,
-    mutates_args=["y"],
-    fake_impl=_embed_masks_shape,
-    target_lib=_LIBRARY,
+    "embed_masks", _embed_masks, mutates_args=["y"], fake_impl=lambda *_: None, target_lib=_LIBRARY
 )
 
 

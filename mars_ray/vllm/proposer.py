@@ -13,7 +13,6 @@ V vocabulary.
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 
 from mars_ray.config.vllm import VllmMarsRequest
-from mars_ray.core.draft_head import DraftHead, candidate_logits
+from mars_ray.core.draft_head import candidate_logits
 from mars_ray.core.thresholds import Budget
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
@@ -69,7 +68,11 @@ class MarsProposer:
         repair_expansion()
         self._model = model
         device = next(model.parameters()).device
-        self.masks = self._mask_rows(device)
+        if self._config.compilation_config.cudagraph_mode in (None, CUDAGraphMode.NONE):
+            self.masks = IndexedRows(device)
+        else:
+            most_rows = self._config.scheduler_config.max_num_batched_tokens
+            self.masks = GatedRows(most_rows, device)
         change = self.settings.options.adapters_change
         if change and not isinstance(self.masks, IndexedRows):
             raise ConfigError(
@@ -88,7 +91,14 @@ class MarsProposer:
         self.most_masks = min(self.settings.masks, depths)
         self.window = Window(self.most_masks)
         device = next(self._model.parameters()).device
-        self._headed = self._with_head(adapter, device) if adapter else None
+        self._headed = None
+        if adapter and adapter.head:
+            self._headed = HeadedDrafts(
+                adapter.head.as_of(device, self._dtype),
+                min(adapter.card.candidates, self._config.model_config.get_vocab_size()),
+                self._model.embed_input_ids,
+                self._candidate_logits,
+            )
 
     def load_adapter(self, directory: str) -> None:
         """Make an adapter ready for use. Raises ModelError if it cannot be read or does not fit."""
@@ -115,22 +125,6 @@ class MarsProposer:
         if self._sites:
             self._sites.put(parts)
         self._put(adapter)
-
-    def _mask_rows(self, device: torch.device) -> MaskRows:
-        if self._config.compilation_config.cudagraph_mode in (None, CUDAGraphMode.NONE):
-            return IndexedRows(device)
-        return GatedRows(self._config.scheduler_config.max_num_batched_tokens, device)
-
-    def _with_head(self, adapter: DraftAdapter, device: torch.device) -> HeadedDrafts | None:
-        if adapter.head is None:
-            return None
-        weights = {
-            name: getattr(adapter.head, name).to(device, self._dtype)
-            for name in DraftHead.__slots__
-        }
-        head = replace(adapter.head, **weights)
-        candidates = min(adapter.card.candidates, self._config.model_config.get_vocab_size())
-        return HeadedDrafts(head, candidates, self._model.embed_input_ids, self._candidate_logits)
 
     def _candidate_logits(self, hidden_XH: Tensor, candidate_XC: Tensor) -> Tensor:
         weight_VH = getattr(self._model.lm_head, "weight", None)

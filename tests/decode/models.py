@@ -9,7 +9,9 @@ from mars_ray.config.train import ConstantBlockSize, MaskSchedule
 from mars_ray.core.layout import NO_TARGET, TokenBatch, compact_layout, dense_mask
 from mars_ray.core.loss import loss_counts, row_coefficients
 from mars_ray.core.mask_schedule import block_starts
-from mars_ray.decode.request import Request
+from mars_ray.decode.async_engine import AsyncEngine
+from mars_ray.decode.request import Completion, Request
+from mars_ray.errors import EngineError
 from mars_ray.model.directory import ModelCard
 from mars_ray.model.forward import hidden_states, output_head
 
@@ -73,3 +75,11 @@ def request(
     return Request(
         name, tuple(prompt), mode, sampling or Sampling(), max_new_tokens, frozenset({stop})
     )
+
+
+async def complete(engine: AsyncEngine, request: Request) -> Completion:
+    """The whole answer at once. Raises as `AsyncEngine.stream`."""
+    async for events in engine.stream(request):
+        if events[-1].completion:
+            return events[-1].completion
+    raise EngineError("the engine ended a stream without a completion")

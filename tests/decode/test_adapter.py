@@ -124,7 +124,7 @@ def test_real_rows_never_see_the_adapter(kind, gated):
     where = Gated((torch.arange(rows) >= rows - masks)[:, None]) if gated else Last(rows - masks)
     said, left = [], []
     for adapter in (None, random_adapter(model)):
-        runner.set_adapter(fused(adapter, model) if adapter else None)
+        runner.adapter = fused(adapter, model) if adapter else None
         attention = attention_of(model, rows, masks)
         with torch.inference_mode():
             said.append(runner.hidden_states(ids, torch.arange(rows), attention, where))

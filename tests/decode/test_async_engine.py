@@ -5,11 +5,11 @@ import threading
 
 import pytest
 from decode import reference
-from decode.models import CARD, pattern, request
+from decode.models import CARD, complete, pattern, request
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode, VerifiedMode
-from mars_ray.decode.async_engine import AsyncEngine, complete
+from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.engine_thread import RequestOutputCollector
 from mars_ray.errors import EngineError, RequestError

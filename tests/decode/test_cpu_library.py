@@ -14,7 +14,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.decode.attention import backend
 from mars_ray.decode.cpu import backend as checking
 from mars_ray.decode.cpu import compiling, library
-from mars_ray.decode.cpu.backend import CompiledModel
+from mars_ray.decode.cpu.backend import CompiledBackend
 from mars_ray.decode.cpu.compiling import NoLibraryError
 from mars_ray.decode.fused_model import FusedModel
 from mars_ray.errors import ConfigError
@@ -92,4 +92,4 @@ def test_a_library_with_wrong_results_is_not_used(monkeypatch, caplog):
         backend.runner_of(model, EngineConfig(attention_backend="compiled"), 64, False)
     monkeypatch.undo()
     checking.check.cache_clear()
-    assert isinstance(backend.runner_of(model, EngineConfig(), 64, False), CompiledModel)
+    assert isinstance(backend.runner_of(model, EngineConfig(), 64, False), CompiledBackend)

@@ -8,7 +8,7 @@ from decode.models import request
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
 from mars_ray.core.sampling import scores
-from mars_ray.decode.cpu.backend import _HOW, CompiledModel, _declared, _set_how
+from mars_ray.decode.cpu.backend import CompiledBackend, _declared
 from mars_ray.decode.cpu.library import library, supported
 from mars_ray.decode.logits import NOT_A_NUMBER, Block, best, sample
 
@@ -18,9 +18,9 @@ ROWS = 6
 CLOSE = 1e-5
 
 
-def chooser(instructions: str, threads: int = 1) -> CompiledModel:
+def chooser(instructions: str, threads: int = 1) -> CompiledBackend:
     """The library's functions without a model."""
-    found = CompiledModel.__new__(CompiledModel)
+    found = CompiledBackend.__new__(CompiledBackend)
     found._library, found.threads = _declared(library(instructions)[1]), threads
     return found
 
@@ -42,11 +42,12 @@ def chosen(
     instructions: str, logits_PV: torch.Tensor, sampling: Sampling, threads: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens, and ratios of token 3 to them."""
-    how_P = np.zeros(len(logits_PV), _HOW)
-    how_P["position"] = 100 + np.arange(len(logits_PV))
-    _set_how(how_P, sampling)
-    draft_P, parent_P = np.full(len(logits_PV), 3), np.arange(len(logits_PV))
-    return chooser(instructions, threads).choose(logits_PV, how_P, draft_P, parent_P)
+    rows = len(logits_PV)
+    block = Block(request("a", [1], ExactMode(), sampling=sampling), slice(0, rows))
+    token_P, ratio_P = chooser(instructions, threads).choose(
+        logits_PV, [block], 100 + np.arange(rows), np.full(rows, 3), np.arange(rows)
+    )
+    return token_P.numpy(), ratio_P.numpy()
 
 
 SETTINGS = [

@@ -10,11 +10,11 @@ import pytest
 import torch
 from decode import reference
 from decode.cases import untrained
-from decode.models import CARD, VOCABULARY, pattern, request
+from decode.models import CARD, VOCABULARY, complete, pattern, request
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ConfidenceMode, ExactMode, Mode, VerifiedMode
-from mars_ray.decode.async_engine import AsyncEngine, complete
+from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.attention.dense import DenseBackend
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.fused_model import FusedModel

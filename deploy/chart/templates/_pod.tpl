@@ -79,7 +79,7 @@ limits: {{ toJson $resources }}
 {{ .checkpoint }}{{ with .revision }}@{{ . }}{{ end }}
 {{- end }}
 {{- $engine := .engine | default dict }}
-{{- range compact (list (get $engine "draft_adapter") (get $engine "draft_model")) }}
+{{- range compact (list (get $engine "draft_adapter")) }}
 {{- if regexMatch "^[\\w.-]+/[\\w.-]+(@.+)?$" . }}
 {{ . }}
 {{- end }}

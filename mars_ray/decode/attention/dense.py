@@ -20,7 +20,6 @@ from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.fused_model import FusedModel, Turn
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.logits import Block, best, sample, upload
-from mars_ray.decode.strategies import Masks
 
 # Sequences with at most this many rows attend together. Longer ones attend with those of up to
 # twice as many rows, since they would pad the others too much.
@@ -30,7 +29,8 @@ _NARROW = 32
 class TorchBackend:
     """What the backends over torch's products share: the results of the last forward."""
 
-    instructions: str | None = None
+    name: str  # as in `attention_backend`
+    instructions: str | None = None  # the instruction set of a compiled step
 
     def __init__(self, runner: FusedModel, cache: PagedCache) -> None:
         self.runner, self.cache = runner, cache
@@ -72,13 +72,11 @@ class TorchBackend:
         draft_P: np.ndarray,
         parent_P: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
+        """Each row's token, NOT_A_NUMBER where there is none, and each draft's probability relative
+        to that of the token of its parent's row. Logits may be overwritten; `position_P` holds the
+        predicted tokens' positions."""
         sample(logits_PV, blocks, position_P)
         return best(logits_PV, draft_P, parent_P)
-
-    def drafts(
-        self, masks: Sequence[Masks], rows: Sequence[int], logits_MV: Tensor, position_M: np.ndarray
-    ) -> None:
-        """See Backend: torch chooses them (`sampler.py`)."""
 
 
 class DenseBackend(TorchBackend):
@@ -91,7 +89,7 @@ class DenseBackend(TorchBackend):
 
     def set_adapter(self, adapter: FusedAdapter | None) -> None:
         """Set the adapter for masks from the next forward on."""
-        self.runner.set_adapter(adapter)
+        self.runner.adapter = adapter
 
     def forward(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> None:
         """Run the rows through the model."""
@@ -131,7 +129,9 @@ class DenseAttention:
         """Rotate queries and keys, store keys and values, and attend: (N, query heads * D)."""
         pages, cache = self.cache.pages[layer], self.cache.layers[layer]
         _, _, heads, size = cache.shape
-        _turn(qkv_NTD[:, :-heads], turn)
+        turned_NTD, (cos_N1D, sin_N1D) = qkv_NTD[:, :-heads], turn
+        swapped_NTD = turned_NTD.roll(turned_NTD.shape[-1] // 2, dims=-1)
+        turned_NTD.mul_(cos_N1D).addcmul_(swapped_NTD, sin_N1D)
         queries = qkv_NTD.shape[1] - 2 * heads
         kv_N2HD = qkv_NTD[:, queries:].view(-1, 2, heads, size)
         # Hidden places are multiplied by 0, and 0 * NaN is NaN.
@@ -140,13 +140,6 @@ class DenseAttention:
         parts = [_attend_group(pages, heads, group, query_NTD, scale) for group in self.groups]
         out_XV = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out_XV if self.back_N is None else out_XV.index_select(0, self.back_N)
-
-
-def _turn(x_NTD: Tensor, turn: Turn) -> None:
-    """Apply the rotary position embedding, in place."""
-    cos_N1D, sin_N1D = turn
-    swapped_NTD = x_NTD.roll(x_NTD.shape[-1] // 2, dims=-1)
-    x_NTD.mul_(cos_N1D).addcmul_(swapped_NTD, sin_N1D)
 
 
 def _attend_group(
@@ -173,12 +166,25 @@ def _attend_group(
 
 
 def _step(tables: Tables, cache: PagedCache, runner: FusedModel) -> DenseAttention:
-    members = _members(tables.width_S)
+    width_S, rows = tables.width_S, len(tables.owner_N)
+    members = [np.arange(len(width_S))]
+    if width_S.max() > _NARROW:
+        size_S = np.ceil(np.log2(width_S.clip(min=_NARROW)))
+        members = [np.flatnonzero(size_S == size) for size in np.unique(size_S)]
     padded = [tables.rows_of(member_B) for member_B in members]
-    is_plain = len(padded) == 1 and _is_in_order(padded[0][0], len(tables.owner_N))
+    row_X = np.concatenate([row_BQ.ravel() for row_BQ, _ in padded])
+    # The forward's rows in their order, without padding.
+    is_plain = len(members) == 1 and row_X.size == rows
+    is_plain = is_plain and bool((row_X == np.arange(rows)).all())
+    back_N = None
+    if not is_plain:
+        real_X = np.concatenate([real_BQ.ravel() for _, real_BQ in padded])
+        back_N = np.empty(rows, np.int64)
+        back_N[row_X[real_X]] = np.flatnonzero(real_X)
+        back_N = _tensor(back_N, runner)
     groups = []
     for member_B, (row_BQ, _) in zip(members, padded, strict=True):
-        end = int((tables.start_S[member_B] + tables.width_S[member_B]).max())
+        end = int((tables.start_S[member_B] + width_S[member_B]).max())
         page_BM = tables.page_SM[member_B, : -(-end // cache.page_size)]
         places = page_BM.shape[1] * cache.page_size
         groups.append(
@@ -190,29 +196,7 @@ def _step(tables: Tables, cache: PagedCache, runner: FusedModel) -> DenseAttenti
             )
         )
     place_N = _tensor(tables.places(cache.page_size), runner)
-    return DenseAttention(cache, place_N, groups, None if is_plain else _back(padded, runner))
-
-
-def _members(width_S: np.ndarray) -> list[np.ndarray]:
-    """The sequences of each group, which attend together."""
-    if width_S.max() <= _NARROW:
-        return [np.arange(len(width_S))]
-    size_S = np.ceil(np.log2(width_S.clip(min=_NARROW)))
-    return [np.flatnonzero(size_S == size) for size in np.unique(size_S)]
-
-
-def _is_in_order(row_BQ: np.ndarray, rows: int) -> bool:
-    """Whether these are the forward's rows in their order, without padding."""
-    return row_BQ.size == rows and bool((row_BQ.ravel() == np.arange(rows)).all())
-
-
-def _back(padded: list[tuple[np.ndarray, np.ndarray]], runner: FusedModel) -> Tensor:
-    """The index of each of the forward's rows among those of all groups."""
-    row_X = np.concatenate([row_BQ.ravel() for row_BQ, _ in padded])
-    real_X = np.concatenate([real_BQ.ravel() for _, real_BQ in padded])
-    back_N = np.empty(real_X.sum(), np.int64)
-    back_N[row_X[real_X]] = np.flatnonzero(real_X)
-    return _tensor(back_N, runner)
+    return DenseAttention(cache, place_N, groups, back_N)
 
 
 def _bias(

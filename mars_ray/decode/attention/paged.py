@@ -183,8 +183,12 @@ class PagedBackend(TorchBackend):
         self._inputs = Inputs(runner.device, self._rows[-1], sequences, pages)
         # Graphs by number of rows, and whether an adapter makes the masks.
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # One stream for the graphs alone, since a matrix product's workspace belongs to a stream.
-        self._stream = torch.cuda.Stream() if runner.device.type == "cuda" else None
+        self._stream, self._processors = None, torch.get_num_threads()
+        if runner.device.type == "cuda":
+            # One for the graphs alone, since a matrix product's workspace belongs to a stream.
+            self._stream = torch.cuda.Stream()
+            properties = torch.cuda.get_device_properties(runner.device)
+            self._processors = properties.multi_processor_count
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -198,7 +202,7 @@ class PagedBackend(TorchBackend):
     def set_adapter(self, adapter: FusedAdapter | None) -> None:
         """Set the adapter for masks from the next forward on. Graphs recorded with another one are
         recorded again when they are needed."""
-        self.runner.set_adapter(adapter)
+        self.runner.adapter = adapter
         self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
 
     def forward(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> None:
@@ -250,7 +254,7 @@ class PagedBackend(TorchBackend):
             tiles=min(rows, self._sequences + rows // self._tile_rows + 1),
             full_tiles=-(-rows // self._tile_rows),
             block_rows=_block_rows(self.cache),
-            processors=_processors(self.runner.device),
+            processors=self._processors,
         )
         ids_N, position_N = inputs.ids_N[:rows], inputs.position_N[:rows]
         masks = Gated(inputs.is_mask_N[:rows, None] > 0) if has_masks else None
@@ -365,9 +369,3 @@ def _shares(programs: int, processors: int) -> int:
     while shares < _MOST_SHARES and programs * shares < 2 * processors:
         shares *= 2
     return shares
-
-
-def _processors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return torch.get_num_threads()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from mars_ray.decode.scheduler import Work
-from mars_ray.decode.strategies import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,12 @@ def _apart(work: Sequence[Work]) -> Iterator[Apart]:
         if plan is None or plan.is_causal:
             continue
         first = item.sequence.cached + item.count  # the place of the first draft
-        sights = [_sight(first, plan, node) for node in range(len(plan.drafts) + 1)]
+        # `seen` and `others` of rows behind each node.
+        sights = [(first + node, 0) for node in range(len(plan.drafts) + 1)]
+        for node in range(0 if plan.is_chain else len(sights)):
+            bits = sum(1 << (draft - 1) for draft in plan.path(node))
+            if bits != (1 << node) - 1:
+                sights[node] = first, bits
         for draft, parent in enumerate(plan.parents):
             if parent != draft or sights[parent][1]:
                 yield Apart(index, item.count + draft, 1, *sights[parent])
@@ -145,11 +149,3 @@ def _apart(work: Sequence[Work]) -> Iterator[Apart]:
         for group in plan.groups:
             yield Apart(index, row, group.masks, *sights[group.after])
             row += group.masks
-
-
-def _sight(first: int, plan: Plan, node: int) -> tuple[int, int]:
-    """The places that rows behind a node see: `seen` and `others` of Apart."""
-    if plan.is_chain:
-        return first + node, 0
-    bits = sum(1 << (draft - 1) for draft in plan.path(node))
-    return (first + node, 0) if bits == (1 << node) - 1 else (first, bits)

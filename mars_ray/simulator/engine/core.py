@@ -275,16 +275,6 @@ def set_event(tree: Floats, place: int, at_s: float) -> None:
         node //= 2
 
 
-@compiled
-def first_place(tree: Floats) -> int:
-    """The place whose event comes first; among equals the lowest."""
-    leaves = len(tree) // 2
-    node = 1
-    while node < leaves:
-        node = 2 * node if tree[2 * node] <= tree[2 * node + 1] else 2 * node + 1
-    return node - leaves
-
-
 # As in serve/ingress/router.py: tokens that the table of sent prompts holds, those that it takes of
 # one prompt, and the requests that a replica may have beyond the least loaded one.
 TABLE_TOKENS = 65_536 * 16
@@ -302,10 +292,20 @@ def advance(world: World, tables: Tables, until_s: float, shed: float) -> None:
         if min(event_s, arrival_s) > until_s or min(event_s, arrival_s) == np.inf:
             return
         if arrival_s < event_s:
+            number = world.counts[NEXT]
             world.counts[NEXT] += 1
-            _arrive(world, tables, world.counts[NEXT] - 1, shed)
+            request = world.requests[number]
+            world.counts[PINNED] += request.pins
+            if not request.pins and request.shed_at < shed:
+                _end(world, number, SHED, request.arrival_s)
+            else:
+                _route(world, tables, number, request.arrival_s)
             continue
-        place = first_place(world.tree)
+        # The place whose event comes first; among equals the lowest.
+        leaves, node = len(world.tree) // 2, 1
+        while node < leaves:
+            node = 2 * node if world.tree[2 * node] <= world.tree[2 * node + 1] else 2 * node + 1
+        place = node - leaves
         if world.replicas[place].status == STARTING:
             _become_ready(world, tables, place, event_s)
             continue
@@ -393,54 +393,34 @@ def set_slowness(world: World, slowness: float, now: float) -> None:
 
 
 @compiled
-def _arrive(world: World, tables: Tables, number: int, shed: float) -> None:
-    request = world.requests[number]
-    world.counts[PINNED] += request.pins
-    if not request.pins and request.shed_at < shed:
-        _end(world, number, SHED, request.arrival_s)
-    else:
-        _route(world, tables, number, request.arrival_s)
-
-
-@compiled
 def _route(world: World, tables: Tables, number: int, now: float) -> None:
     """Queue a request at a replica; if none is ready, hold it in front of the fleet."""
-    if world.counts[READIES] == 0:
-        _hold(world, tables, number, now)
+    counts = world.counts
+    if counts[READIES] == 0:
+        if counts[HELD] >= tables.queue_limit:
+            _end(world, number, SHED, now)
+            return
+        if counts[HELD_HEAD] == NOBODY:
+            counts[HELD_HEAD] = number
+        else:
+            world.requests[counts[HELD_TAIL]].behind = number
+        counts[HELD_TAIL] = number
+        counts[HELD] += 1
         return
     place = _choose(world, tables, number)
     replica = world.replicas[place]
     if replica.waiting >= tables.queue_limit:
         _end(world, number, SHED, now)
         return
-    _send(world, number, place)
+    # The router's table notes who has the request.
+    request = world.requests[number]
+    request.replica, request.sent_before = place, world.counts[SENT]
+    world.counts[SENT] += max(0, min(request.prompt, TABLE_PROMPT_TOKENS) - request.shared)
     _enqueue(world, place, number)
     if replica.steps == 0:
         begin(world, tables, place, now)
     elif replica.running < world.batch.shape[1]:
         cut(world, place, now)
-
-
-@compiled
-def _hold(world: World, tables: Tables, number: int, now: float) -> None:
-    counts = world.counts
-    if counts[HELD] >= tables.queue_limit:
-        _end(world, number, SHED, now)
-        return
-    if counts[HELD_HEAD] == NOBODY:
-        counts[HELD_HEAD] = number
-    else:
-        world.requests[counts[HELD_TAIL]].behind = number
-    counts[HELD_TAIL] = number
-    counts[HELD] += 1
-
-
-@compiled
-def _send(world: World, number: int, place: int) -> None:
-    """Note in the router's table who has the request."""
-    request = world.requests[number]
-    request.replica, request.sent_before = place, world.counts[SENT]
-    world.counts[SENT] += max(0, min(request.prompt, TABLE_PROMPT_TOKENS) - request.shared)
 
 
 @compiled
@@ -482,21 +462,13 @@ def _preferred(world: World, number: int) -> int:
             # The place may have a new replica, which was not sent that request.
             had = other.outcome == OPEN or other.first_s > replica.born_s
             if had and replica.status == READY:
-                near = _extra(world, other.replica) <= MAX_IMBALANCE
-                return int(other.replica) if near else NOBODY
+                least = own = replica.running + replica.waiting
+                for i in range(world.counts[READIES]):
+                    one = world.replicas[world.ready[i]]
+                    least = min(least, one.running + one.waiting)
+                return int(other.replica) if own - least <= MAX_IMBALANCE else NOBODY
         parent = other.parent
     return NOBODY
-
-
-@compiled
-def _extra(world: World, place: int) -> int:
-    """How many requests a replica has beyond the least loaded one."""
-    own = world.replicas[place].running + world.replicas[place].waiting
-    least = own
-    for i in range(world.counts[READIES]):
-        other = world.replicas[world.ready[i]]
-        least = min(least, other.running + other.waiting)
-    return own - least
 
 
 @compiled

@@ -85,18 +85,16 @@ class Observer:
         at_s, measured = self._samples[0] if self._samples else (now, _NOTHING)
         if at_s > now - self.lag_s + 1e-9:
             measured = _NOTHING
+        starting = self.world.replicas["status"] == STARTING
+        ages_s = now - self.world.replicas["born_s"][starting]
         return replace(
             measured,
             running=int(np.count_nonzero(self.world.replicas["status"] == READY)),
             target=target,
-            starting_ages_s=self._starting_ages(now),
+            starting_ages_s=tuple(sorted(ages_s.tolist(), reverse=True)),
             cold_start_s=cold_start_s,
             age_s=now - at_s if measured.arrivals_per_s is not None else None,
         )
-
-    def _starting_ages(self, now: float) -> tuple[float, ...]:
-        starting = self.world.replicas["status"] == STARTING
-        return tuple(sorted((now - self.world.replicas["born_s"][starting]).tolist(), reverse=True))
 
     def _measure(self, now: float) -> Observed:
         before = self._past[-1]
@@ -111,6 +109,9 @@ class Observer:
         prompt, output = self._token_means(before, here)
         waits, paces = self._latencies(here)
         in_time = self._in_time(before, here)
+        replicas = self.world.replicas
+        alive = (replicas["status"] == READY) | (replicas["status"] == DRAINING)
+        pinned = here.pinned - before.pinned
         return Observed(
             running=0,
             target=0,
@@ -118,13 +119,14 @@ class Observer:
             refused_per_s=refused / span,
             prompt_tokens=prompt,
             output_tokens=output,
-            waiting=self._waiting(),
+            # Without a token and in no batch.
+            waiting=int(counts[HELD]) + int(replicas["waiting"][alive].sum()),
             loads=self._loads(now),
             started=in_time[0],
             slow=in_time[1],
             late=in_time[2],
             wall_s=now,
-            class_shares=_pinned_share(here.pinned - before.pinned, arrived),
+            class_shares={PINNED_CLASS: pinned / arrived} if pinned and arrived else {},
             ttft_p90_s=_percentile(waits, 0.9),
             backlog_tokens=self._backlog(),
             time_per_token_p90_s=_percentile(paces, 0.9),
@@ -152,7 +154,11 @@ class Observer:
         firsts = self.world.first_log[before.firsts : here.firsts]
         ends = self.world.end_log[before.ends : here.ends]
         ends = ends[requests["outcome"][ends] == DONE]
-        wait, waited = (self._wait_s(index) / slo.ttft_s for index in (firsts, ends))
+        wait, waited = (
+            (requests["first_s"][index] - requests["arrival_s"][index] + self.overhead_s)
+            / slo.ttft_s
+            for index in (firsts, ends)
+        )
         pace = token_times(requests, ends) / slo.time_per_token_s
         pins = np.concatenate([requests["pins"][firsts], requests["pins"][ends]])
         rates = [_by_class(requests["pins"][firsts], span_s)]
@@ -161,17 +167,6 @@ class Observer:
             found = np.concatenate([wait > limit, (pace > limit) & (waited <= limit)])
             rates.append(_by_class(pins[found], span_s))
         return rates
-
-    def _wait_s(self, index: Ints) -> np.ndarray:
-        requests = self.world.requests
-        return requests["first_s"][index] - requests["arrival_s"][index] + self.overhead_s
-
-    def _waiting(self) -> int:
-        """Number of requests without a token and in no batch."""
-        alive = (self.world.replicas["status"] == READY) | (
-            self.world.replicas["status"] == DRAINING
-        )
-        return int(self.world.counts[HELD]) + int(self.world.replicas["waiting"][alive].sum())
 
     def _backlog(self) -> int:
         """Prompt tokens of requests that have come and have no first token yet."""
@@ -254,7 +249,3 @@ def _by_class(pins: np.ndarray, span_s: float) -> dict[str, float]:
     pinned = int(pins.sum())
     counts = {PINNED_CLASS: pinned, OPEN_CLASS: len(pins) - pinned}
     return {name: count / span_s for name, count in counts.items() if count}
-
-
-def _pinned_share(pinned: int, arrived: int) -> dict[str, float]:
-    return {PINNED_CLASS: pinned / arrived} if pinned and arrived else {}

@@ -1,7 +1,6 @@
 """One simulated run: the virtual clock, the controller's ticks, the scenario; and its result."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -43,7 +42,6 @@ EXACT = (Level(1.0, 0.0, (PLAIN,)),)
 # A run whose queues never empty ends this long after the last arrival; open requests have failed.
 _PATIENCE_S = 7200.0
 _ROUTINGS = {"two-choices": TWO_CHOICES, "least-outstanding": LEAST_OUTSTANDING, "prefix": PREFIX}
-Progress = Callable[[int, int], None]  # requests ended, of all
 
 
 class Policy(Protocol):
@@ -112,7 +110,6 @@ class Outcome:
     below_set_point_s: float
     overhead_s: float
     too_long: int  # requests left out, because the model's context has no room for their prompts
-    reasons: tuple[tuple[float, str], ...]  # times and reasons of decisions that changed something
 
     @property
     def ttft_s(self) -> Floats:
@@ -129,9 +126,9 @@ class Outcome:
         return done & (self.ttft_s <= slo.ttft_s) & (pace <= slo.time_per_token_s) & ~late
 
 
-def simulate(fixture: Fixture, policy: Policy, progress: Progress | None = None) -> Outcome:
+def simulate(fixture: Fixture, policy: Policy) -> Outcome:
     """Run a policy. The same fixture and an equal policy give the same outcome."""
-    return _Run(fixture, policy).run(progress)
+    return _Run(fixture, policy).run()
 
 
 @dataclass(slots=True)
@@ -151,7 +148,6 @@ class _Run:
     cold_start_s: float | None = None  # newest measured
     lowered_s: float = 0.0
     ticks: list[tuple[float, ...]] = field(default_factory=list)
-    reasons: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         trace = within_context(self.fixture.trace, self.fixture.model.max_model_len)
@@ -191,63 +187,44 @@ class _Run:
         self.threshold = given.set_point
         start(self.world, given.replicas, 0.0, 0.0, self._level_of(given.set_point))
 
-    def run(self, progress: Progress | None) -> Outcome:
+    def run(self) -> Outcome:
         """Tick until every request has ended."""
-        trace, tick_s = self.fixture.trace, self.fixture.cluster.tick_s
-        cluster = self.fixture.cluster
+        trace, cluster = self.fixture.trace, self.fixture.cluster
         events = sorted((*cluster.kills, *cluster.slowdowns), key=lambda event: event.at_s)
         rng = np.random.default_rng([self.fixture.seed, 3])
         now, tick, total = 0.0, 0, len(trace)
         while self.world.counts[ENDS] < total and now < trace.duration_s + _PATIENCE_S:
-            now = tick * tick_s
+            now = tick * cluster.tick_s
             while events and events[0].at_s <= now:
                 self._happen(events.pop(0), rng)
-            self._advance(now)
-            self._tick(now)
+            advance(self.world, self.tables, now, self.shed)
+            self._log(now)
+            sample = self.observer.sample(now, self.target, self.cold_start_s)
+            self._apply(self.policy(sample, now), now)
             tick += 1
-            if progress and tick % 64 == 0:
-                progress(int(self.world.counts[ENDS]), total)
         return self._outcome(now)
 
-    def _advance(self, until_s: float) -> None:
-        advance(self.world, self.tables, until_s, self.shed)
-
-    def _tick(self, now: float) -> None:
-        self._log(now)
-        sample = self.observer.sample(now, self.target, self.cold_start_s)
-        self._apply(self.policy(sample, now), now)
-
     def _apply(self, decision: Decision, now: float) -> None:
-        before = self.target, self.threshold
+        """Follow a decision; replicas that it orders at the beginning are ready already."""
         self.target = min(max(0, decision.replicas), self.fixture.most)
         self.shed = decision.shed
         if decision.threshold_setpoint is not None:
             self.threshold = decision.threshold_setpoint
-        if (self.target, self.threshold) != before:
-            self.reasons.append((now, decision.reason))
         level = self._level_of(self.threshold)
         set_levels(self.world, level, now)
         status = self.world.replicas["status"]
         alive = int(np.count_nonzero((status == READY) | (status == STARTING)))
+        cluster = self.fixture.cluster
         for _ in range(self.target - alive):
-            self._order(now, level)
+            cold_s = 0.0
+            if now > 0:
+                first = cluster.first_cold_starts_s[self.ordered :]
+                cold_s = first[0] if first else cluster.cold_start_s
+                self.ordered += 1
+                self.coming.append((now + cold_s, cold_s))
+            start(self.world, 1, now, now + cold_s, level)
         if alive > self.target:
             drain(self.world, alive - self.target, now)
-        self._measure_cold_start(now)
-
-    def _order(self, now: float, level: int) -> None:
-        """Order a replica; one ordered at the beginning is ready already."""
-        cold_s = 0.0
-        if now > 0:
-            cluster = self.fixture.cluster
-            first = cluster.first_cold_starts_s[self.ordered :]
-            cold_s = first[0] if first else cluster.cold_start_s
-            self.ordered += 1
-            self.coming.append((now + cold_s, cold_s))
-        start(self.world, 1, now, now + cold_s, level)
-
-    def _measure_cold_start(self, now: float) -> None:
-        """Note the cold start of the newest replica that is ready."""
         self.coming.sort()
         while self.coming and self.coming[0][0] <= now:
             _, self.cold_start_s = self.coming.pop(0)
@@ -259,10 +236,10 @@ class _Run:
     def _happen(self, event: Kill | Slowdown, rng: np.random.Generator) -> None:
         if isinstance(event, Slowdown):
             # A step that begins at that very moment is already slower.
-            self._advance(math.nextafter(event.at_s, -1))
+            advance(self.world, self.tables, math.nextafter(event.at_s, -1), self.shed)
             set_slowness(self.world, event.slowness, event.at_s)
             return
-        self._advance(event.at_s)
+        advance(self.world, self.tables, event.at_s, self.shed)
         ready = np.flatnonzero(self.world.replicas["status"] == READY)
         places = rng.choice(ready, min(event.replicas, len(ready)), replace=False)
         kill(self.world, self.tables, places, event.at_s)
@@ -293,23 +270,18 @@ class _Run:
         alive = replicas["status"] != FREE
         spent = float(self.world.spent_s[0] + (end_s - replicas["born_s"][alive]).sum())
         requests["outcome"][requests["outcome"] == OPEN] = FAILED
+        at_s, arrived, *rest = (np.array(column) for column in zip(*self.ticks, strict=True))
+        gaps = np.diff(at_s, prepend=at_s[0] - self.fixture.cluster.tick_s)
         return Outcome(
             trace=self.fixture.trace,
             requests=requests,
-            timeline=self._timeline(),
+            timeline=Timeline(at_s, np.diff(arrived, prepend=0.0) / gaps, *rest),
             end_s=end_s,
             replica_s=spent,
             below_set_point_s=self.lowered_s,
             overhead_s=self.fixture.cluster.overhead_s,
             too_long=self.too_long,
-            reasons=tuple(self.reasons),
         )
-
-    def _timeline(self) -> Timeline:
-        columns = [np.array(column) for column in zip(*self.ticks, strict=True)]
-        at_s, arrived, *rest = columns
-        gaps = np.diff(at_s, prepend=at_s[0] - self.fixture.cluster.tick_s)
-        return Timeline(at_s, np.diff(arrived, prepend=0.0) / gaps, *rest)
 
 
 def summarise(outcome: Outcome, slo: Slo, accuracy: float) -> dict[str, Any]:
@@ -325,19 +297,14 @@ def summarise(outcome: Outcome, slo: Slo, accuracy: float) -> dict[str, Any]:
     pace = token_times(requests, np.flatnonzero(done))
     return {
         "requests": len(done),
-        "too_long": outcome.too_long,
         "done": int(done.sum()),
         "shed": int((requests["outcome"] == SHED).sum()),
         "failed": int((requests["outcome"] == FAILED).sum()),
-        "retried": int((requests["retries"] > 0).sum()),
         "attainment": float(within.mean()),
         "effective_accuracy": float(np.where(within, accuracy - points, 0).mean()),
         "points_lost": float(points[done].mean()) if done.any() else 0.0,
-        "ttft_p50_s": _quantile(outcome.ttft_s[done], 0.5),
         "ttft_p90_s": _quantile(outcome.ttft_s[done], 0.9),
-        "ttft_p99_s": _quantile(outcome.ttft_s[done], 0.99),
         "time_per_token_p90_s": _quantile(pace, 0.9),
-        "time_per_token_p99_s": _quantile(pace, 0.99),
         "replica_s": outcome.replica_s,
         # A run may end at time 0.
         "mean_replicas": outcome.replica_s / max(1e-9, outcome.end_s),
@@ -345,7 +312,6 @@ def summarise(outcome: Outcome, slo: Slo, accuracy: float) -> dict[str, Any]:
         "below_set_point_s": outcome.below_set_point_s,
         "found_share": float(requests["found"].sum() / max(1, requests["prompt"].sum())),
         "floor_breaches": int((requests["lowest"] > requests["pinned"]).sum()),
-        "end_s": outcome.end_s,
     }
 
 

@@ -53,8 +53,10 @@ def load_trace(source: TraceSource, seed: int) -> Trace:
         case ServeGenTrace():
             trace = servegen(source, source.resample and seed > 0, rng)
         case FileTrace() | AzureTrace() | MooncakeTrace():
+            recorded = _READERS[source.type](source.path)
+            recorded = recorded.part(float(recorded.arrival_s[0]), None)  # from 0 on
             trace = resampled(
-                _recorded(source).part(source.start_s, source.duration_s),
+                recorded.part(source.start_s, source.duration_s),
                 source.rate_factor,
                 source.resample and seed > 0,
                 rng,
@@ -64,55 +66,30 @@ def load_trace(source: TraceSource, seed: int) -> Trace:
     return trace.spread(source.spread_s, rng)
 
 
-def _recorded(source: FileTrace | AzureTrace | MooncakeTrace) -> Trace:
-    match source:
-        case FileTrace():
-            return read_trace(source.path)
-        case AzureTrace():
-            return read_azure(source.path)
-        case MooncakeTrace():
-            return read_mooncake(source.path)
-
-
 def _generated(source: RampTrace | FlashTrace | SineTrace, rng: np.random.Generator) -> Trace:
     match source:
-        case RampTrace():
-            return ramp(source, rng)
+        case RampTrace(rates_rps=rates, stage_s=stage_s):
+            stages = np.array(rates)
+
+            def rate(times: Floats) -> Floats:
+                return stages[np.minimum(times / stage_s, len(stages) - 1).astype(int)]
+
+            return _drawn(source, rate, stages.max(), len(stages) * stage_s, rng)
         case FlashTrace():
-            return flash(source, rng)
-        case SineTrace():
-            return sine(source, rng)
 
+            def rate(times: Floats) -> Floats:
+                inside = (times >= source.from_s) & (times < source.to_s)
+                return np.where(inside, source.peak_rps, source.base_rps)
 
-def ramp(source: RampTrace, rng: np.random.Generator) -> Trace:
-    stages = np.array(source.rates_rps)
+            most = max(source.base_rps, source.peak_rps)
+            return _drawn(source, rate, most, source.duration_s, rng)
+        case SineTrace(low_rps=low, high_rps=high, period_s=period_s):
+            middle, swing = (low + high) / 2, (high - low) / 2
 
-    def rate(times: Floats) -> Floats:
-        return stages[np.minimum(times / source.stage_s, len(stages) - 1).astype(int)]
+            def rate(times: Floats) -> Floats:  # begins at the lowest
+                return middle - swing * np.cos(2 * math.pi * times / period_s)
 
-    return _drawn(source, rate, stages.max(), len(stages) * source.stage_s, rng)
-
-
-def flash(source: FlashTrace, rng: np.random.Generator) -> Trace:
-    """A trace with a crowd that comes suddenly and leaves suddenly."""
-
-    def rate(times: Floats) -> Floats:
-        inside = (times >= source.from_s) & (times < source.to_s)
-        return np.where(inside, source.peak_rps, source.base_rps)
-
-    most = max(source.base_rps, source.peak_rps)
-    return _drawn(source, rate, most, source.duration_s, rng)
-
-
-def sine(source: SineTrace, rng: np.random.Generator) -> Trace:
-    """A trace whose rate is a wave, beginning at its lowest rate."""
-    middle = (source.low_rps + source.high_rps) / 2
-    swing = (source.high_rps - source.low_rps) / 2
-
-    def rate(times: Floats) -> Floats:
-        return middle - swing * np.cos(2 * math.pi * times / source.period_s)
-
-    return _drawn(source, rate, middle + abs(swing), source.duration_s, rng)
+            return _drawn(source, rate, middle + abs(swing), source.duration_s, rng)
 
 
 def _drawn(
@@ -154,13 +131,21 @@ def read_trace(path: str | Path) -> Trace:
     sessions: list[str] = []
 
     def row(table: dict[str, Any]) -> Row:
-        values, session = _own_row(table)
-        sessions.append(session)
+        unknown = table.keys() - _REQUIRED - _OPTIONAL.keys()
+        if unknown:
+            raise ValueError(f"unknown column {min(map(str, unknown))!r}")
+        given = {key: value for key, value in table.items() if value not in ("", None)}
+        required = (given["arrival_s"], given["prompt_tokens"], given["output_tokens"])
+        priority, deadline_s, pinned, session = (given.get(k, v) for k, v in _OPTIONAL.items())
+        values = _row(*required, priority, deadline_s, pinned)
+        if not isinstance(session, str | int):
+            raise ValueError(f"session {session!r} is neither a text nor a whole number")
+        sessions.append(str(session))
         return values
 
     trace = _from_file(path, "mars-ray's trace schema", row)
     parent, shared = from_sessions(sessions, trace.prompt_tokens, trace.output_tokens)
-    return _from_zero(replace(trace, parent=parent, shared_tokens=shared))
+    return replace(trace, parent=parent, shared_tokens=shared)
 
 
 def read_azure(path: str | Path) -> Trace:
@@ -170,7 +155,7 @@ def read_azure(path: str | Path) -> Trace:
         moment = datetime.fromisoformat(table["TIMESTAMP"]).timestamp()
         return _row(moment, table["ContextTokens"], table["GeneratedTokens"])
 
-    return _from_zero(_from_file(path, "Azure's LLM trace", row))
+    return _from_file(path, "Azure's LLM trace", row)
 
 
 def read_mooncake(path: str | Path) -> Trace:
@@ -183,7 +168,14 @@ def read_mooncake(path: str | Path) -> Trace:
 
     trace = _from_file(path, "Mooncake's trace", row)
     parent, shared = from_blocks(blocks, trace.prompt_tokens, _BLOCK_TOKENS)
-    return _from_zero(replace(trace, parent=parent, shared_tokens=shared))
+    return replace(trace, parent=parent, shared_tokens=shared)
+
+
+_READERS: dict[str, Callable[[str], Trace]] = {
+    "file": read_trace,
+    "azure": read_azure,
+    "mooncake": read_mooncake,
+}
 
 
 def _from_file(path: str | Path, what: str, row: Callable[[dict[str, Any]], Row]) -> Trace:
@@ -200,25 +192,6 @@ def _from_file(path: str | Path, what: str, row: Callable[[dict[str, Any]], Row]
         raise DataError(f"{path}: no requests")
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     return Trace(Path(path).name.split(".")[0], *columns)
-
-
-def _own_row(table: dict[str, Any]) -> tuple[Row, str]:
-    unknown = table.keys() - _REQUIRED - _OPTIONAL.keys()
-    if unknown:
-        raise ValueError(f"unknown column {min(map(str, unknown))!r}")
-    given = {key: value for key, value in table.items() if value not in ("", None)}
-    more = _OPTIONAL | {key: given[key] for key in _OPTIONAL.keys() & given.keys()}
-    values = _row(
-        given["arrival_s"],
-        given["prompt_tokens"],
-        given["output_tokens"],
-        more["priority"],
-        more["deadline_s"],
-        more["pinned_threshold"],
-    )
-    if not isinstance(more["session"], str | int):
-        raise ValueError(f"session {more['session']!r} is neither a text nor a whole number")
-    return values, str(more["session"])
 
 
 def _row(
@@ -305,10 +278,6 @@ def _json_rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]
         if not isinstance(table, dict):
             raise DataError(f"{path}:{number}: not a JSON object")
         yield number, table
-
-
-def _from_zero(trace: Trace) -> Trace:
-    return trace.part(float(trace.arrival_s[0]), None)
 
 
 def from_blocks(
