@@ -24,28 +24,35 @@ def register() -> None:
     the proposer, in the processes that have one.
     """
     global _registered
-    if _registered:
-        return
-    _registered = True
-    validate_before = StructuredOutputManager.validate_tokens
-    check_before = SamplingParams._validate_spec_decode
+    if not _registered:
+        _registered = True
+        _let_masks_pass()
+        _check_requests()
 
-    @wraps(validate_before)
+
+def _let_masks_pass() -> None:
+    """The scheduler drops drafts that a grammar refuses, and everything behind; but not masks."""
+    original = StructuredOutputManager.validate_tokens
+
+    @wraps(original)
     def validate_tokens(manager: Any, request: Any, spec_tokens: list[int]) -> list[int]:
-        """The scheduler drops drafts that a grammar refuses, and everything behind; but not
-        masks."""
-        valid = validate_before(manager, request, spec_tokens)
+        valid = original(manager, request, spec_tokens)
         if not request.use_structured_output or not asked_for(manager.vllm_config):
             return valid
         # A grammar ends at the first padding; masks behind shorter drafts are as good.
         masks = spec_tokens[len(strip_speculative_padding(spec_tokens)) :]
         return [*valid, *masks]
 
-    @wraps(check_before)
+    StructuredOutputManager.validate_tokens = validate_tokens
+
+
+def _check_requests() -> None:
+    """A request with a setting of ours that cannot be meant is refused, as vLLM refuses its own."""
+    original = SamplingParams._validate_spec_decode
+
+    @wraps(original)
     def validate(params: Any, speculative_config: Any) -> None:
-        """A request with a setting of ours that cannot be meant is refused, as vLLM refuses its
-        own."""
-        check_before(params, speculative_config)
+        original(params, speculative_config)
         if speculative_config is None or speculative_config.model != PROPOSER:
             return
         try:
@@ -53,5 +60,4 @@ def register() -> None:
         except ConfigError as error:
             raise VLLMValidationError(str(error), parameter="extra_args") from error
 
-    StructuredOutputManager.validate_tokens = validate_tokens
     SamplingParams._validate_spec_decode = validate

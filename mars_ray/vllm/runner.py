@@ -20,7 +20,7 @@ Shape suffixes: B requests, N drafts of all requests.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial, partialmethod, wraps
+from functools import partial, wraps
 from itertools import accumulate
 from typing import Any
 
@@ -87,23 +87,7 @@ def _sample(
 ) -> Any:
     mars = runner.drafter
     mars.logits_NV = logits
-    kept: list[tuple[int, ...]] = []  # drafts of each request that the sampler may see
-    thresholds: list[float] = []  # of each draft
-    spenders: list[Spender] = []
-    for request, row in zip(mars.requests, mars.layout.rows, strict=True):
-        state, drafts = runner.requests[request], row.drafts
-        # vLLM bans stop tokens from the row behind the last draft by the answer's length before
-        # this step, so of an answer that is too short to stop, no draft may make it long enough.
-        tokens = len(state.output_token_ids)
-        missing = (state.sampling_params.min_tokens if state.sampling_params else 0) - tokens
-        if missing > 0:
-            drafts = drafts[: missing - 1]
-        if drafts:
-            if budget := mars.budget_of(request, state):
-                spenders.append(Spender(request, budget, tokens, len(thresholds), len(drafts)))
-            thresholds += [mars.threshold_of(request, state)] * len(drafts)
-        kept.append(drafts)
-    is_relaxed = any(threshold != 1 for threshold in thresholds)
+    kept = [_checkable(runner, *each) for each in zip(mars.requests, mars.layout.rows, strict=True)]
     real_NV = logits[torch.tensor(mars.layout.real_logits(kept), device=logits.device)]
     mars.ban_mask(real_NV)
     metadata = _metadata(kept, logits.device) if any(kept) else None
@@ -113,14 +97,53 @@ def _sample(
     values["spec_token_ids"] = [list(drafts) for drafts in kept]
     batch.sampling_metadata = _Metadata(
         **values,
-        threshold_N=torch.tensor(thresholds, device=runner.device) if is_relaxed else None,
+        threshold_N=_thresholds(runner, kept),
         budgets=mars.budgets,
-        spenders=tuple(spenders),
+        spenders=_spenders(runner, kept),
     )
     try:
         return original(runner, real_NV, metadata)
     finally:
         batch.sampling_metadata = whole
+
+
+def _checkable(runner: Any, request: str, row: Any) -> tuple[int, ...]:
+    """The drafts that the sampler may see.
+
+    vLLM bans stop tokens from the row behind the last draft by the answer's length before this
+    step, so of an answer that is too short to stop, no draft may make it long enough.
+    """
+    state = runner.requests[request]
+    least = state.sampling_params.min_tokens if state.sampling_params else 0
+    missing = least - len(state.output_token_ids)
+    return row.drafts if missing <= 0 else row.drafts[: missing - 1]
+
+
+def _thresholds(runner: Any, drafts: list[tuple[int, ...]]) -> Tensor | None:
+    mars = runner.drafter
+    values = [
+        threshold
+        for request, own in zip(mars.requests, drafts, strict=True)
+        for threshold in [mars.threshold_of(request, runner.requests[request])] * len(own)
+    ]
+    if all(value == 1 for value in values):
+        return None
+    return torch.tensor(values, device=runner.device)
+
+
+def _spenders(runner: Any, drafts: list[tuple[int, ...]]) -> tuple[Spender, ...]:
+    """The requests that have a budget and drafts in this step."""
+    mars = runner.drafter
+    found: list[Spender] = []
+    first = 0
+    for request, own in zip(mars.requests, drafts, strict=True):
+        state = runner.requests[request]
+        budget = mars.budget_of(request, state)
+        if own and budget:
+            tokens = len(state.output_token_ids)
+            found.append(Spender(request, budget, tokens, first, len(own)))
+        first += len(own)
+    return tuple(found)
 
 
 def _rejection_sample(
@@ -135,21 +158,9 @@ def _rejection_sample(
     sampling_metadata: SamplingMetadata,
     **kwargs: Any,
 ) -> Tensor:
-    """vLLM's rule, which accepts what thresholds below 1 and budgets accept, too."""
-    own = sampling_metadata
-    if isinstance(own, _Metadata):
-        device = target_logits.device
-        greedy_N = torch.ones(sum(num_draft_tokens), dtype=torch.bool, device=device)
-        if not own.all_greedy and own.temperature is not None:
-            is_greedy_B = own.temperature[: len(num_draft_tokens)] == 0
-            greedy_N = is_greedy_B.repeat_interleave(torch.tensor(num_draft_tokens, device=device))
-        if own.threshold_N is not None:
-            relax(target_logits, draft_token_ids, own.threshold_N, greedy_N)
-        for spender in own.spenders:
-            assert own.budgets is not None
-            rows = slice(spender.first, spender.first + spender.drafts)
-            drafts, greedy = draft_token_ids[rows].tolist(), bool(greedy_N[spender.first])
-            own.budgets.decide(spender, target_logits[rows], drafts, greedy)
+    if isinstance(sampling_metadata, _Metadata):
+        greedy_N = _greedy(sampling_metadata, num_draft_tokens, target_logits.device)
+        _allow(sampling_metadata, target_logits, draft_token_ids, greedy_N)
     return original(
         draft_token_ids,
         num_draft_tokens,
@@ -161,6 +172,25 @@ def _rejection_sample(
         sampling_metadata,
         **kwargs,
     )
+
+
+def _allow(metadata: _Metadata, logits_NV: Tensor, draft_N: Tensor, greedy_N: Tensor) -> None:
+    """Let vLLM's rule accept what thresholds below 1 and budgets accept."""
+    if metadata.threshold_N is not None:
+        relax(logits_NV, draft_N, metadata.threshold_N, greedy_N)
+    for spender in metadata.spenders:
+        assert metadata.budgets is not None
+        rows = slice(spender.first, spender.first + spender.drafts)
+        drafts, greedy = draft_N[rows].tolist(), bool(greedy_N[spender.first])
+        metadata.budgets.decide(spender, logits_NV[rows], drafts, greedy)
+
+
+def _greedy(metadata: SamplingMetadata, drafts: list[int], device: torch.device) -> Tensor:
+    """Whether each draft's request is decoded at temperature 0."""
+    if metadata.all_greedy or metadata.temperature is None:
+        return torch.ones(sum(drafts), dtype=torch.bool, device=device)
+    count_B = torch.tensor(drafts, device=device)
+    return (metadata.temperature[: len(drafts)] == 0).repeat_interleave(count_B)
 
 
 def _metadata(drafts: list[tuple[int, ...]], device: torch.device) -> SpecDecodeMetadata:
@@ -224,15 +254,11 @@ def extend() -> None:
         setattr(GPUModelRunner, name, _for_mars(getattr(GPUModelRunner, name), own))
     sample = rejection_sampler.rejection_sample
     rejection_sampler.rejection_sample = wraps(sample)(partial(_rejection_sample, sample))
-    # For `collective_rpc`: what a worker's steps did; the threshold of requests that name none; an
-    # adapter made ready by its directory, and put to use (or with False none); `masks_by_running`.
-    WorkerBase.mars_counts = lambda worker: worker.model_runner.drafter.counts.to_json()
-    for name in ("mars_set_threshold", "mars_load_adapter", "mars_use_adapter", "mars_set_masks"):
-        setattr(WorkerBase, name, partialmethod(_ask, name.removeprefix("mars_")))
-
-
-def _ask(worker: Any, name: str, said: Any) -> None:
-    getattr(worker.model_runner.drafter, name)(said)
+    WorkerBase.mars_counts = _counts
+    WorkerBase.mars_set_threshold = _set_threshold
+    WorkerBase.mars_load_adapter = _load_adapter
+    WorkerBase.mars_use_adapter = _use_adapter
+    WorkerBase.mars_set_masks = _set_masks
 
 
 def _for_mars(original: _Method, own: _Method) -> _Method:
@@ -246,16 +272,43 @@ def _for_mars(original: _Method, own: _Method) -> _Method:
     return method
 
 
+def _counts(worker: Any) -> dict[str, Any]:
+    """`collective_rpc("mars_counts")`: what this worker's steps did."""
+    return worker.model_runner.drafter.counts.to_json()
+
+
+def _set_threshold(worker: Any, threshold: float) -> None:
+    """`collective_rpc("mars_set_threshold", args=(0.3,))`: of requests that name none, at once."""
+    worker.model_runner.drafter.set_threshold(threshold)
+
+
+def _load_adapter(worker: Any, directory: str) -> None:
+    """`collective_rpc("mars_load_adapter", args=(directory,))`: make an adapter ready."""
+    worker.model_runner.drafter.load_adapter(directory)
+
+
+def _use_adapter(worker: Any, is_any: bool) -> None:
+    """`collective_rpc("mars_use_adapter", args=(True,))`: the one made ready last, or none."""
+    worker.model_runner.drafter.use_adapter(is_any)
+
+
+def _set_masks(worker: Any, masks_by_running: list[tuple[int, int]]) -> None:
+    """`collective_rpc("mars_set_masks", args=([[1, 4]],))`: as `masks_by_running`, at once."""
+    worker.model_runner.drafter.set_masks(masks_by_running)
+
+
 def repair_expansion() -> None:
     """Replace the function in this process if it is at fault."""
-    if not current_platform.is_cpu():
-        return
+    if current_platform.is_cpu() and not _works():
+        log.info("vLLM's CPU build loses sampling parameters of drafts: repaired")
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def _works() -> bool:
     value_B = torch.tensor([0.5, 0.25])
     end_B = torch.tensor([1, 3], dtype=torch.int32)
     found_N = rejection_sampler.expand_batch_to_tokens(value_B, end_B, 3)
-    if not torch.equal(found_N, torch.tensor([0.5, 0.25, 0.25])):
-        log.info("vLLM's CPU build loses sampling parameters of drafts: repaired")
-        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    return torch.equal(found_N, torch.tensor([0.5, 0.25, 0.25]))
 
 
 def expand_batch_to_tokens(

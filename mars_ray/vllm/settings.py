@@ -82,17 +82,8 @@ def read(config: VllmConfig) -> Settings:
             f"{directory} was not trained by MARS (it has no {CARD_FILE}): name a draft adapter in "
             f'additional_config, {{"{KEY}": {{"adapter": "DIRECTORY"}}}}'
         )
-    speculative = config.speculative_config
-    assert speculative is not None
-    # As many are drafts as masks; only a deeper adapter may come.
-    tokens, most = speculative.num_speculative_tokens, 0 if own.adapters_change else 2 * depths
-    if tokens % 2 or tokens < 2 or (most and tokens > most):
-        limit = f" and at most {most}, twice the depth that was trained" if most else ""
-        raise ConfigError(
-            f"num_speculative_tokens is {tokens}: it counts drafts and as many masks, so it must "
-            f"be even{limit}"
-        )
-    return Settings(own, tokens // 2, adapter, card.trained_mask_id, directory, card.block_size)
+    masks = _masks(config, None if own.adapters_change else depths)
+    return Settings(own, masks, adapter, card.trained_mask_id, directory, card.block_size)
 
 
 def _directory(config: VllmConfig) -> Path:
@@ -134,3 +125,17 @@ def _check_engine(config: VllmConfig) -> None:
             "num_speculative_tokens_per_batch_size has no effect on MARS: say masks_by_running in "
             f"additional_config, key {KEY!r}"
         )
+
+
+def _masks(config: VllmConfig, depths: int | None) -> int:
+    """Masks of a request: half of its speculative tokens, because as many are drafts; of `depths`,
+    unless a deeper adapter may come."""
+    assert config.speculative_config is not None
+    tokens = config.speculative_config.num_speculative_tokens
+    if tokens % 2 or tokens < 2 or (depths and tokens > 2 * depths):
+        limit = f" and at most {2 * depths}, twice the depth that was trained" if depths else ""
+        raise ConfigError(
+            f"num_speculative_tokens is {tokens}: it counts drafts and as many masks, so it must "
+            f"be even{limit}"
+        )
+    return tokens // 2

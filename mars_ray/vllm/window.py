@@ -106,16 +106,7 @@ class Window:
         own.steps += 1
         if own.steps % AGAIN == 0:
             self._forget(own)
-        while own.to_try:
-            masks = own.to_try[0]
-            if not own.is_timed(masks):
-                # It cannot be the best if it were not with the seconds of fewer masks.
-                fewer = [less for less in range(masks) if own.is_timed(less)]
-                if not fewer:
-                    break
-                best = self._best(own)
-                if self._value(own, masks, fewer[-1]) > self._value(own, best, best):
-                    break
+        while own.to_try and (own.is_timed(own.to_try[0]) or self._is_beaten(own)):
             own.to_try.popleft()
         masks = own.to_try[0] if own.to_try else self._best(own)
         if self._current != (load, masks):
@@ -129,6 +120,16 @@ class Window:
     def _best(self, own: _Load) -> int:
         timed = [masks for masks in range(self._most + 1) if own.is_timed(masks)]
         return max(timed, key=lambda masks: self._value(own, masks, masks))
+
+    def _is_beaten(self, own: _Load) -> bool:
+        """Whether what is to be tried next cannot be the best: not with the seconds of fewer
+        masks."""
+        masks = own.to_try[0]
+        fewer = [less for less in range(masks) if own.is_timed(less)]
+        if not fewer:
+            return False
+        best = self._best(own)
+        return self._value(own, masks, fewer[-1]) <= self._value(own, best, best)
 
     def _of(self, load: int) -> _Load:
         if load not in self._loads:
