@@ -87,6 +87,8 @@ def started(directory: Path) -> Iterator[Cluster]:
         "RAY_API_SERVER_ADDRESS": said["dashboard"],
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    yield Cluster(said, state, checkout, directory / "shared", export, environment)
-    checkout.run(f"{down} --directory {directory}")
+    try:
+        yield Cluster(said, state, checkout, directory / "shared", export, environment)
+    finally:
+        checkout.run(f"{down} --directory {directory}")
     assert not state.alive
