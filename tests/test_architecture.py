@@ -87,7 +87,6 @@ SHORT = {
     "__main__.py": "entry point",
     "decode/info.py": "for processes without torch",
     "decode/model_runner.py": "one step of the engine",
-    "vllm/plugin.py": "entry point within vLLM",
 }
 
 
