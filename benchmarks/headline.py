@@ -308,6 +308,8 @@ HEADLINES = {
     "adapter.mask_tokens": Headline("adapter_training_gpu", _at("run", "mask_tokens")),
     "mars.tf_at_0_9": Headline("mars_frontier", _mars("tokens_per_forward")),
     "mars.agreement_at_0_9": Headline("mars_frontier", _mars("agreement")),
+    "story.total_minutes": Headline("story", _at("minutes", "cluster")),
+    "story.kills_survived": Headline("story", lambda result: len(result["killed"])),
     "trade.in_time_ours": Headline("trade", _trade("ours", _at("live", "attainment"))),
     "trade.in_time_pinned": Headline("trade", _trade("pinned", _at("live", "attainment"))),
     "trade.points_lost": Headline("trade", _trade("ours", _at("points_lost"))),

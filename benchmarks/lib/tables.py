@@ -464,6 +464,36 @@ def mars_frontier(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def story(result: dict[str, Any]) -> list[str]:
+    """What each step on the cluster took and left."""
+    read = ", ".join(
+        f"`{label}` {per_forward:.2f} T/F with {agreement:.1%} own tokens"
+        for label, (per_forward, agreement) in result["frontier"].items()
+        if label.startswith("confidence")
+    )
+    resumed = " and ".join(str(step) for step in result["resumed_at"])
+    said = {
+        "train": f"{result['tokens']:,} mask tokens; loss {result['loss'][0]:.2f} to "
+        f"{result['loss'][1]:.2f}; {' and '.join(result['killed'])} killed, gone on from steps "
+        f"{resumed}",
+        "sweep": f"{result['trials']} trials",
+        "evaluate": read,
+        "serve": "until it answers",
+        "scale": "until a second replica answers and 96 requests have",
+        "cluster": "up and down",
+    }
+    own = dict(result["minutes"])
+    # It encloses the others.
+    own["cluster"] -= sum(each for step, each in own.items() if step != "cluster")
+    lines = ["| step | minutes | |", "|---|---|---|"]
+    lines += [f"| {step} | {spent:.1f} | {said.get(step, '')} |" for step, spent in own.items()]
+    return [
+        *lines,
+        "",
+        f"{sum(own.values()):.0f} minutes in all, {machine(result['provenance'])}.",
+    ]
+
+
 def trade(result: dict[str, Any]) -> list[str]:
     """The threshold against a replica, live: three arms on the same arrivals."""
     lines = [
@@ -555,6 +585,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "smollm2_identity_gpu": lambda result: in_bfloat16(result["bfloat16"]),
     "step_before_after": step_before_after,
     "trade": trade,
+    "story": story,
     "train_step": train_step,
     "vllm_plugin": plugin,
 }

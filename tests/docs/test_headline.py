@@ -60,6 +60,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
     assert found.keys() | lacking.keys() == headline.HEADLINES.keys()
     assert {why.partition(":")[0] for why in lacking.values()} == {
         "smollm2_identity.json",
+        "story.json",
         "ngram_edit.json",
         "ngram_summarise.json",
         "smollm2_decode.json",  # llama.cpp, drafts that are always right, batch 8
