@@ -4,7 +4,7 @@ A mode is one class here and one strategy in `decode/strategies.py`. `window` is
 behind an outcome, `depth` the number of positions that masks were trained for.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -43,7 +43,7 @@ class BaseMode(Config):
     @property
     def own_threshold(self) -> float | None:
         """The mode's threshold; None for modes that have none."""
-        return getattr(self, "threshold", None)
+        return None
 
     @property
     def is_elastic(self) -> bool:
@@ -58,14 +58,11 @@ class BaseMode(Config):
     @property
     def asked_window(self) -> int:
         """Number of masks of a group as set on the mode; 0 if it is not set."""
-        return getattr(self, "window", None) or 0
+        return 0
 
     def widest(self, depth: int) -> int:
         """Most masks of a group for a model whose masks were trained to this depth."""
-        if not self.has_masks:
-            return 0
-        window = getattr(self, "window", None)
-        return depth if window is None else min(window, depth)
+        return 0
 
     def branches_of(self, window: int) -> int:
         """Number of alternatives for a step's first draft, each with a chain of `window` drafts,
@@ -81,13 +78,38 @@ class BaseMode(Config):
         return 1
 
 
+class _Windowed:
+    """Base of modes with a `window` option. Not a Config: each mode declares the field itself."""
+
+    if TYPE_CHECKING:
+        window: int | None
+
+    @property
+    def asked_window(self) -> int:
+        return self.window or 0
+
+    def widest(self, depth: int) -> int:
+        return depth if self.window is None else min(self.window, depth)
+
+
+class _WithThreshold:
+    """Base of modes with a `threshold` option. Not a Config either: see `_Windowed`."""
+
+    if TYPE_CHECKING:
+        threshold: float
+
+    @property
+    def own_threshold(self) -> float | None:
+        return self.threshold
+
+
 class ExactMode(BaseMode):
     """Plain autoregressive decoding: one token per forward."""
 
     type: Literal["exact"] = "exact"
 
 
-class VerifiedMode(BaseMode):
+class VerifiedMode(_Windowed, _WithThreshold, BaseMode):
     """Drafts are verified by the next forward; at threshold 1 the output is that of `exact`."""
 
     has_masks: ClassVar[bool] = True
@@ -129,7 +151,7 @@ class VerifiedMode(BaseMode):
         return 1 + (self.branches_of(window) + self.groups_of(window)) * window
 
 
-class ConfidenceMode(BaseMode):
+class ConfidenceMode(_Windowed, _WithThreshold, BaseMode):
     """The paper's rule: commit proposals left to right while their confidence passes.
 
     By probability the service may set the threshold, and 1 is plain decoding.
@@ -157,7 +179,7 @@ class ConfidenceMode(BaseMode):
         return 1 + 2 * window
 
 
-class BlockCachedMode(BaseMode):
+class BlockCachedMode(_WithThreshold, BaseMode):
     """The paper's block-level cache: rows wait at block boundaries."""
 
     needs_masks: ClassVar[bool] = True
@@ -169,6 +191,9 @@ class BlockCachedMode(BaseMode):
     threshold: Threshold = 0.95
     measure: Measure = "probability"
     cache_block: int = Field(default=4, ge=1, le=64, description="tokens per cache block")
+
+    def widest(self, depth: int) -> int:
+        return depth
 
     def most_rows(self, window: int) -> int:
         """Includes the tokens of an unfinished block, which are forwarded again."""
