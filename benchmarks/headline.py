@@ -281,11 +281,9 @@ HEADLINES = {
     ),
     "simulator.step_error_p90": Headline("step_replay", _step_error_p90),
     # The package without its simulator.
-    "code.lines": Headline("code_size", _at("parts", "mars_ray", "lines")),
-    "code.lines_before": Headline("code_size", _at("parts", "mars_ray", "lines_before")),
+    "code.lines": Headline("code_size", _at("package", "lines")),
     "docs.words": Headline("code_size", _at("pages", "docs_words")),
     "readme.lines": Headline("code_size", _at("pages", "readme_lines")),
-    "code.deleted": Headline("code_size", _at("parts", "mars_ray", "deleted")),
     "code.files": Headline("code_size", _at("package", "files")),
     "code.functions": Headline("code_size", _at("package", "functions")),
     "code.classes": Headline("code_size", _at("package", "classes")),
