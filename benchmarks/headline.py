@@ -127,6 +127,11 @@ def _mars(key: str) -> Callable[[Result], float]:
     return value
 
 
+def _ifeval(arm: str) -> Callable[[Result], float]:
+    """The share of prompts that an arm follows in `exact`."""
+    return lambda result: result["arms"][arm][0]["accuracy"]
+
+
 def _trade(arm: str, choose: Callable[[Result], float]) -> Callable[[Result], float]:
     """The mean of an arm's seeds."""
     return lambda result: statistics.fmean(
@@ -306,6 +311,11 @@ HEADLINES = {
     "adapter.mask_tokens": Headline("adapter_training_gpu", _at("run", "mask_tokens")),
     "mars.tf_at_0_9": Headline("mars_frontier", _mars("tokens_per_forward")),
     "mars.agreement_at_0_9": Headline("mars_frontier", _mars("agreement")),
+    "mars.ifeval_original": Headline("ifeval", _ifeval("adapter")),
+    "mars.ifeval_exact": Headline("ifeval", _ifeval("mars")),
+    "mars.speed_over_exact_b1_at_0_9": Headline(
+        "mars_decode", _times("mars-ray confidence 0.9", _EXACT, 1)
+    ),
     "story.total_minutes": Headline("story", _at("minutes", "cluster")),
     "story.kills_survived": Headline("story", lambda result: len(result["killed"])),
     "trade.in_time_ours": Headline("trade", _trade("ours", _at("live", "attainment"))),

@@ -464,6 +464,32 @@ def mars_frontier(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def ifeval(result: dict[str, Any]) -> list[str]:
+    """How many prompts each arm and mode follow, and the difference to `exact`."""
+    lines = [
+        "| | mode | prompts followed | 95% | against `exact` | 95% | T/F |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for arm, points in result["arms"].items():
+        for point in points:
+            changed = f"{point['difference']:+.1%} | " + " to ".join(
+                f"{point[f'difference_{end}']:+.1%}" for end in ("low", "high")
+            )
+            lines.append(
+                f"| {_ARMS[arm]} | `{point['mode']}` | {point['accuracy']:.1%} | "
+                f"{point['accuracy_low']:.1%} to {point['accuracy_high']:.1%} | "
+                f"{'- | -' if point['mode'] == 'exact' else changed} | "
+                f"{point['tokens_per_forward']:.2f} |"
+            )
+    return [
+        *lines,
+        "",
+        f"{result['prompts']} prompts, answers of at most {result['max_new_tokens']} tokens, a "
+        f"prompt counts if all of its instructions are followed; bfloat16, "
+        f"{machine(result['provenance'])}.",
+    ]
+
+
 def story(result: dict[str, Any]) -> list[str]:
     """What each step on the cluster took and left."""
     read = ", ".join(
@@ -571,7 +597,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "demo": demo,
     "gpu_step": gpu_steps,
     "gsm8k": gsm8k,
+    "ifeval": ifeval,
     "live": live,
+    "mars_decode": decode,
     "mars_frontier": mars_frontier,
     "ngram_edit": decode,
     "ngram_summarise": decode,

@@ -79,27 +79,7 @@ class AshaScheduler(Config):
     reduction: float = Field(default=3, gt=1)
 
 
-class MedianScheduler(Config):
-    """A trial ends once its best score is below the median of the others' mean scores (Golovin et
-    al., 2017)."""
-
-    type: Literal["median"] = "median"
-    grace_steps: int = Field(ge=1)
-    min_trials: int = Field(default=3, ge=1, description="others that must have come as far")
-
-
-class PbtScheduler(Config):
-    """Population based training (Jaderberg et al., 2017, arXiv 1711.09846): the worst trials go on
-    from the weights of the best, with settings near theirs."""
-
-    type: Literal["pbt"] = "pbt"
-    interval_steps: int = Field(ge=1, description="between two comparisons")
-    quantile: float = Field(default=0.25, gt=0, le=0.5, description="share that is replaced")
-
-
-Scheduler = Annotated[
-    NoScheduler | AshaScheduler | MedianScheduler | PbtScheduler, Field(discriminator="type")
-]
+Scheduler = Annotated[NoScheduler | AshaScheduler, Field(discriminator="type")]
 
 
 class Objectives(Config):
@@ -187,44 +167,22 @@ class TuneJob(Config):
         for key in self.space:
             if not key.startswith(TUNABLE):
                 raise ValueError(f"space.{key}: a key must begin with {' or '.join(TUNABLE)}")
-        if isinstance(self.scheduler, PbtScheduler) and self.searcher != "random":
-            raise ValueError("scheduler pbt draws its own settings: use searcher random")
         self._comparisons_are_evaluated(where)
         return self
 
     def _comparisons_are_evaluated(self, where: str) -> None:
-        if isinstance(self.scheduler, NoScheduler):
-            return
-        every, each = self.stage.eval_every_steps, self.train.checkpoint.every_steps
-        if every is None:
-            raise ValueError(f"{where}.eval_every_steps is missing: {self.scheduler.type} needs it")
-        if not isinstance(self.scheduler, PbtScheduler):
-            self._somebody_is_stopped(where, self.scheduler.grace_steps, "grace_steps")
-            return
-        if every % each or self.scheduler.interval_steps % every:
-            raise ValueError(
-                "scheduler pbt hands weights over by checkpoints: scheduler.interval_steps "
-                f"{self.scheduler.interval_steps} must be a multiple of {where}.eval_every_steps "
-                f"{every}, and that one of train.checkpoint.every_steps {each}"
-            )
-        self._somebody_is_stopped(where, self.scheduler.interval_steps, "interval_steps")
-
-    def _somebody_is_stopped(self, where: str, first_steps: int, name: str) -> None:
         """Raises ValueError if the scheduler would never act."""
-        steps, every = self.stage.steps, self.stage.eval_every_steps
+        scheduler, steps, every = self.scheduler, self.stage.steps, self.stage.eval_every_steps
+        if isinstance(scheduler, NoScheduler):
+            return
+        if every is None:
+            raise ValueError(f"{where}.eval_every_steps is missing: {scheduler.type} needs it")
         assert steps is not None
-        assert every is not None
         # The last evaluation does not count: the trial ends there in any case.
         last = (steps - 1) // every * every
-        if first_steps > last:
+        if scheduler.grace_steps > last:
             raise ValueError(
-                f"scheduler.{name} {first_steps} is never reached: {where} has {steps} steps, "
-                f"eval_every_steps {every}, and so its last comparison at {last}; lower one of "
-                "these, or use scheduler none"
-            )
-        scheduler = self.scheduler
-        if isinstance(scheduler, MedianScheduler) and scheduler.min_trials >= self.trials:
-            raise ValueError(
-                f"scheduler.min_trials {scheduler.min_trials} others are never there with "
-                f"{self.trials} trials: lower it, or use scheduler none"
+                f"scheduler.grace_steps {scheduler.grace_steps} is never reached: {where} has "
+                f"{steps} steps, eval_every_steps {every}, and so its last comparison at {last}; "
+                "lower one of these, or use scheduler none"
             )

@@ -166,15 +166,6 @@ def read_state(directory: Path) -> TrainState:
     return TrainState(**content | {"loader": LoaderState(**content["loader"])})
 
 
-def assign(directory: Path, identity: str) -> None:
-    """Give a copied checkpoint another job's identity. All identities have the same length, so the
-    manifest stays valid."""
-    path = directory / STATE
-    state = json.loads(path.read_text())
-    path.write_text(json.dumps(state | {"identity": identity}, indent=1))
-    verify(directory)
-
-
 def read_rank_state(directory: Path, rank: int) -> dict[str, Any]:
     """A rank's own part, memory-mapped, not read. Raises CheckpointError if there is none."""
     path = directory / "trainer" / f"rank_{rank}.pt"

@@ -5,7 +5,7 @@ A searcher draws a point: a number for each parameter, which for a choice is the
 Searchers therefore need not handle tables and lists.
 
 Ray Tune's own schedulers lose their state when a sweep is restored, and would then compare trials
-with fewer others. The rules here are pure functions of the scores seen so far, and are fed again
+with fewer others. The rule here is a pure function of the scores seen so far, and is fed again
 from the record, which has a line for each event of a trial, in order:
 
     {"event": "start",  "trial": id, "time": ..., "values": {...}}
@@ -21,15 +21,13 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from ray import tune
 from ray.tune.experiment import Trial
-from ray.tune.schedulers import FIFOScheduler, PopulationBasedTraining, TrialScheduler
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import (
     BasicVariantGenerator,
     ConcurrencyLimiter,
@@ -46,10 +44,7 @@ from mars_ray.config.tune import (
     Choice,
     IntRange,
     LogUniform,
-    MedianScheduler,
-    NoScheduler,
     Parameter,
-    PbtScheduler,
     TuneJob,
 )
 from mars_ray.errors import ConfigError
@@ -64,7 +59,7 @@ class TrialRecord:
     """The ledger's facts about a trial."""
 
     trial: str
-    values: dict[str, Any]  # its settings by key of the space; under PBT the latest
+    values: dict[str, Any]  # its settings by key of the space
     scores: list[tuple[int, float]] = field(default_factory=list)  # (step, score)
     metrics: dict[str, float] = field(default_factory=dict)  # from its last evaluation
     status: Status = "running"
@@ -182,11 +177,10 @@ def _value(parameter: Parameter, drawn: float) -> Any:
     match parameter:
         case Choice(values=values):
             return _plain(values[int(drawn)])
-        case IntRange(low=low, high=high):
-            return min(max(low, int(drawn)), high)
+        case IntRange():
+            return int(drawn)
         case _:
-            # Population based training may step beyond the ends.
-            return min(max(parameter.low, drawn), parameter.high)
+            return drawn
 
 
 def _plain(value: Any) -> Any:
@@ -197,23 +191,9 @@ def _plain(value: Any) -> Any:
         raise ConfigError(f"space: {value!r} is no number, text, list or table") from None
 
 
-class Rule(Protocol):
-    """A rule of early stopping. Higher scores are better; the steps of a trial increase."""
-
-    def stops(self, trial: str, step: int, score: float) -> bool:
-        """Add a score; whether the trial ends."""
-        ...
-
-
-class RunToEnd:
-    """No trial ends early."""
-
-    def stops(self, trial: str, step: int, score: float) -> bool:
-        return False
-
-
 class Asha:
-    """Asynchronous successive halving: only the best 1/reduction of the scores pass a rung."""
+    """Asynchronous successive halving: only the best 1/reduction of the scores pass a rung. Higher
+    scores are better; the steps of a trial increase."""
 
     def __init__(self, config: AshaScheduler, total_steps: int) -> None:
         self._reduction = config.reduction
@@ -224,6 +204,7 @@ class Asha:
             milestone *= config.reduction
 
     def stops(self, trial: str, step: int, score: float) -> bool:
+        """Add a score; whether the trial ends."""
         # A trial that skips rungs is judged at the highest one it has reached.
         stop = False
         for milestone, scores in self._rungs.items():
@@ -235,53 +216,21 @@ class Asha:
         return stop
 
 
-class MedianRule:
-    """A trial ends when its best score is below the median of the others' means up to its step."""
-
-    def __init__(self, config: MedianScheduler) -> None:
-        self._config = config
-        self._scores: dict[str, list[tuple[int, float]]] = {}
-
-    def stops(self, trial: str, step: int, score: float) -> bool:
-        mine = self._scores.setdefault(trial, [])
-        mine.append((step, score))
-        others = [
-            scores
-            for name, scores in self._scores.items()
-            if name != trial and scores[-1][0] >= step
-        ]
-        if step < self._config.grace_steps or len(others) < self._config.min_trials:
-            return False
-        means = [fmean([s for at, s in scores if at <= step] or [-inf]) for scores in others]
-        return max(s for _, s in mine) < median(means)
-
-
-def rule_of(scheduler: AshaScheduler | MedianScheduler | NoScheduler, total_steps: int) -> Rule:
-    """The rule that a configuration names, before any score."""
-    match scheduler:
-        case AshaScheduler():
-            return Asha(scheduler, total_steps)
-        case MedianScheduler():
-            return MedianRule(scheduler)
-        case NoScheduler():
-            return RunToEnd()
-
-
 class EarlyStopping(FIFOScheduler):
-    """A rule as a Tune scheduler; a restored sweep feeds it again from the ledger."""
+    """Successive halving as a Tune scheduler; a restored sweep feeds it again from the ledger."""
 
     def __init__(self, job: TuneJob, ledger: Path) -> None:
         super().__init__()
         self._job = job
         self._ledger = ledger
-        self._rule: Rule | None = None  # Tune saves this object as it is before the first trial
+        self._rule: Asha | None = None  # Tune saves this object as it is before the first trial
         self._stopped: set[str] = set()  # trials stopped before the driver was killed
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
         if self._rule is None:
-            assert not isinstance(self._job.scheduler, PbtScheduler)
+            assert isinstance(self._job.scheduler, AshaScheduler)
             assert self._job.stage.steps is not None
-            self._rule = rule_of(self._job.scheduler, self._job.stage.steps)
+            self._rule = Asha(self._job.scheduler, self._job.stage.steps)
             for record in Ledger(self._ledger).trials.values():
                 for step, score in record.scores:
                     self._rule.stops(record.trial, step, score)
@@ -319,18 +268,9 @@ def searcher_of(job: TuneJob, at_once: int) -> Searcher | SearchAlgorithm:
 
 def scheduler_of(job: TuneJob, ledger: Path) -> TrialScheduler:
     """The scheduler, which decides which trials continue."""
-    if not isinstance(job.scheduler, PbtScheduler):
+    if isinstance(job.scheduler, AshaScheduler):
         return EarlyStopping(job, ledger)
-    return PopulationBasedTraining(
-        time_attr="step",
-        metric="score",
-        mode="max",
-        perturbation_interval=job.scheduler.interval_steps,
-        burn_in_period=job.scheduler.interval_steps,
-        quantile_fraction=job.scheduler.quantile,
-        hyperparam_mutations={key: _mutations(p) for key, p in job.space.items()},
-        log_config=False,
-    )
+    return FIFOScheduler()
 
 
 def _domain(parameter: Parameter) -> Any:
@@ -343,10 +283,3 @@ def _domain(parameter: Parameter) -> Any:
             return tune.loguniform(low, high)
         case _:
             return tune.uniform(parameter.low, parameter.high)
-
-
-def _mutations(parameter: Parameter) -> Any:
-    # For a list, PBT moves to a neighbouring value.
-    if isinstance(parameter, Choice):
-        return list(range(len(parameter.values)))
-    return _domain(parameter)

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import shutil
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,12 +150,9 @@ def run_trials(job: TuneJob, console: Console, connect: Connect = already) -> Le
     # Otherwise Tune warns about missing result files, which it was configured not to write.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     path = Path(job.output_dir) / LEDGER_FILE
-    with warnings.catch_warnings():
-        # A trial that replaces another is a Train run of its own, so there is nothing to reuse.
-        warnings.filterwarnings("ignore", "Consider boosting PBT performance")
-        tuner = _tuner(job, start, _Watch(job, path, console), console)
-        with Lines(console, lambda: f"{trials_ended(path)} of {job.trials} trials have ended"):
-            grid = tuner.fit()
+    tuner = _tuner(job, start, _Watch(job, path, console), console)
+    with Lines(console, lambda: f"{trials_ended(path)} of {job.trials} trials have ended"):
+        grid = tuner.fit()
     ledger = Ledger(path)
     _close_lost(ledger, {Path(result.path).name for result in grid})
     unfinished = [trial.trial for trial in ledger.trials.values() if trial.status == "running"]
@@ -221,7 +217,7 @@ def _tuner(job: TuneJob, start: Path, watch: "_Watch", console: Console) -> tune
             name=_NAME,
             storage_path=job.output_dir,
             failure_config=tune.FailureConfig(max_failures=job.retries),
-            # Trials write their own checkpoints; PBT requests copies when it needs them.
+            # Trials write their own checkpoints.
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
             callbacks=[watch],
             verbose=0,
@@ -284,12 +280,10 @@ class _Watch(tune.Callback):
         self._end(trial, "failed")
 
     def _begin(self, trial: Trial) -> None:
-        """Record a trial's settings before its first step, as population based training changes
-        them."""
-        values = values_at(self._job, trial.config)
+        """Record that a trial begins, and its settings."""
         known = self.ledger.trials.get(trial.trial_id)
-        if known is None or known.status != "running" or known.values != values:
-            self.ledger.append("start", trial.trial_id, values=values)
+        if known is None or known.status != "running":
+            self.ledger.append("start", trial.trial_id, values=values_at(self._job, trial.config))
 
     def _fail(self, trial: Trial) -> None:
         self._begin(trial)

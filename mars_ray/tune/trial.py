@@ -5,7 +5,6 @@ For a restart Tune needs only the run's directory, which is named by trial and s
 trial continues from its newest checkpoint.
 """
 
-import shutil
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import NonFiniteLossError
 from mars_ray.train import checkpoint
-from mars_ray.train.checkpoint import CheckpointStore, below
+from mars_ray.train.checkpoint import below
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.on_ray import fit_stage
@@ -29,10 +28,6 @@ _POLL_S = 0.3
 # Time for a stopped attempt to write its checkpoint and end its worker group.
 _STOP_TIMEOUT_S = 120
 _EVAL = "eval_"
-# File in a copy that Tune keeps: the directory of the run that was copied.
-_ORIGIN = "origin"
-# File in a run's directory: the state of the last checkpoint that came from another run.
-_TAKEN = "taken.json"
 # The worst result, for searchers that learn from final results: no draft is accepted, and the clean
 # loss is above that of a uniform guess. Worse numbers would only stretch their scale.
 _DIVERGED = {"tokens_per_forward": 1.0, "clean_ce": 20.0}
@@ -73,15 +68,6 @@ class MarsTrial(tune.Trainable):
         if self._run is not None and self._run.is_alive():
             self._plan.stop_file.touch()
             self._run.join(timeout=_STOP_TIMEOUT_S)
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        newest = checkpoint.newest(self._plan.run_dir)
-        assert newest is not None, "asked to save before the first evaluation"
-        shutil.copytree(newest, Path(checkpoint_dir) / newest.name)
-        (Path(checkpoint_dir) / _ORIGIN).write_text(str(self._plan.run_dir))
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hand_over(Path(checkpoint_dir), self._plan)
 
     def _end(self, run: "_Run") -> dict[str, Any]:
         if isinstance(run.error, NonFiniteLossError):
@@ -130,17 +116,9 @@ class _Run(threading.Thread):
             last = self._plan.config.steps
             if record["kind"] != "eval" or step <= self._seen_step or step == last:
                 continue
-            if self._is_saved(step):
-                self._seen_step = step
-                return step, {k: v for k, v in record.items() if k not in ("kind", "step")}
+            self._seen_step = step
+            return step, {k: v for k, v in record.items() if k not in ("kind", "step")}
         return None
-
-    def _is_saved(self, step: int) -> bool:
-        """Whether this step's weights are saved; Tune may request them right after evaluation."""
-        if step % self._plan.job.checkpoint.every_steps:
-            return True
-        newest = checkpoint.newest(self._plan.run_dir)
-        return newest is not None and newest >= checkpoint.directory_of(self._plan.run_dir, step)
 
 
 def job_of(job: TuneJob, trial: str, values: dict[str, Any]) -> TrainJob:
@@ -151,49 +129,3 @@ def job_of(job: TuneJob, trial: str, values: dict[str, Any]) -> TrainJob:
     if kept.storage_path is not None:
         kept = kept.model_copy(update={"storage_path": below(kept.storage_path, *place)})
     return trained.model_copy(update={"output_dir": str(directory), "checkpoint": kept})
-
-
-def hand_over(directory: Path, plan: StagePlan) -> None:
-    """Make a run continue from a copy of another's checkpoint: weights, optimizer and step.
-
-    A restarted trial gets the same copy again; the run's progress since then is kept. The weights
-    of a different copy replace the run's own from that step on. Then the directory is not empty:
-    the settings, by which it is named, did not change or changed back.
-    """
-    donor = checkpoint.newest(directory)
-    assert donor is not None, f"{directory} holds no checkpoint"
-    mine = checkpoint.newest(plan.run_dir)
-    is_ours = _has_taken(donor, plan)
-    if is_ours and mine is not None and mine.name >= donor.name:
-        return
-    state = (donor / checkpoint.STATE).read_text()
-    plan.run_dir.mkdir(parents=True, exist_ok=True)
-    draft = plan.run_dir / f".{donor.name}"
-    shutil.rmtree(draft, ignore_errors=True)
-    shutil.copytree(donor, draft)
-    checkpoint.assign(draft, identity_hash(plan.job))
-    if not is_ours:
-        _forget_from(checkpoint.step_of(donor), plan)
-    shutil.rmtree(plan.run_dir / donor.name, ignore_errors=True)
-    draft.replace(plan.run_dir / donor.name)
-    (plan.run_dir / _TAKEN).write_text(state)
-
-
-def _has_taken(donor: Path, plan: StagePlan) -> bool:
-    """Whether the run's own checkpoints are this one or followed from it."""
-    origin, taken = donor.parent / _ORIGIN, plan.run_dir / _TAKEN
-    if origin.exists() and origin.read_text() == str(plan.run_dir):
-        return True
-    return taken.exists() and taken.read_text() == (donor / checkpoint.STATE).read_text()
-
-
-def _forget_from(step: int, plan: StagePlan) -> None:
-    """Delete the run's checkpoints of this step and later ones, here and in the store of copies."""
-    for directory in checkpoint.complete(plan.run_dir):
-        if checkpoint.step_of(directory) >= step:
-            checkpoint.delete(directory)
-    if plan.job.checkpoint.storage_path is not None:
-        store = CheckpointStore(plan.job.checkpoint.storage_path, plan.stage)
-        for copied in store.steps():
-            if copied >= step:
-                store.delete(copied)

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.config.tune import AshaScheduler, MedianScheduler
-from mars_ray.tune.search import Asha, MedianRule
+from mars_ray.config.tune import AshaScheduler
+from mars_ray.tune.search import Asha
 
 
 def test_halving_asks_for_the_best_third_at_each_rung():
@@ -50,14 +50,3 @@ def test_the_best_trial_is_never_stopped(scores: list[float]):
     rule = Asha(AshaScheduler(grace_steps=1, reduction=3), total_steps=2)
     stopped = {score for score in scores if rule.stops(str(score), 1, score)}
     assert max(scores) not in stopped
-
-
-def test_the_median_rule_compares_means_up_to_the_same_step():
-    """By hand: at step 4 the others' means are 1, 2 and 3."""
-    rule = MedianRule(MedianScheduler(grace_steps=4, min_trials=3))
-    for name, level in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
-        for step in (2, 4, 6):
-            assert not rule.stops(name, step, level if step < 6 else 100.0) or name == "a"
-    assert not rule.stops("d", 2, 1.5), "within the grace"
-    assert rule.stops("d", 4, 1.9)
-    assert not rule.stops("e", 4, 2.1)

@@ -1,4 +1,4 @@
-"""A small sweep that loses a trial's process and its driver, and one that hands weights over."""
+"""A small sweep that loses a trial's process and its driver."""
 
 import json
 import subprocess
@@ -21,15 +21,12 @@ from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import read_frontier
 from mars_ray.errors import ModelError
-from mars_ray.files import read_journal
-from mars_ray.train import checkpoint
 from mars_ray.tune.results import measure
-from mars_ray.tune.search import LEDGER_FILE, Ledger
+from mars_ray.tune.search import LEDGER_FILE
 from mars_ray.tune.sweep import run_sweep, run_trials
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 QUIET = Console(quiet=True)
-PBT = {"type": "pbt", "interval_steps": 3, "quantile": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +130,7 @@ def test_optuna_draws_the_points_of_a_sweep(model: Path, tmp_path: Path, ray_clu
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("table", [{"searcher": "optuna"}, {"scheduler": PBT}])
+@pytest.mark.parametrize("table", [{"searcher": "optuna"}, {}])
 def test_a_trial_that_diverges_has_failed_and_ends_nothing(
     table: dict[str, Any], model: Path, tmp_path: Path, ray_cluster
 ):
@@ -143,41 +140,6 @@ def test_a_trial_that_diverges_has_failed_and_ends_nothing(
     assert isinstance(job, TuneJob)
     trials = run_trials(job, QUIET).trials.values()
     assert [trial.status for trial in trials] == ["failed", "failed"]
-
-
-@pytest.mark.timeout(300)
-def test_population_based_training_hands_weights_over(model: Path, tmp_path: Path, ray_cluster):
-    """Two trials, one with a learning rate of next to nothing: it must go on from the other's
-    checkpoint, and begins at its step, be it with other settings or with those that it had."""
-    output_dir = tmp_path / "pbt"
-    space = {"optimizer.learning_rate": {"type": "choice", "values": [1e-7, 1e-2]}}
-    table = make_table(
-        model,
-        output_dir,
-        trials=2,
-        space=space,
-        scheduler=PBT,
-        seed=1,
-    )
-    # Slow steps: a run that ends before it is compared has nothing to take over.
-    table["train"]["stages"]["mars"] |= {"steps": 36, "global_batch_size": 64}
-    job = parse_job(table, source="test")
-    assert isinstance(job, TuneJob)
-    run_sweep(job, QUIET)
-    ledger = Ledger(output_dir / LEDGER_FILE)
-    assert {trial.status for trial in ledger.trials.values()} == {"finished"}
-    starts = [e for e in read_journal(ledger.path) if e["event"] == "start"]
-    assert len({json.dumps(e["values"]) for e in starts}) == 2, "the seed must draw both rates"
-    runs = list(output_dir.glob("trials/*/*/stages/mars"))
-    taken = {run: run / "taken.json" for run in runs if (run / "taken.json").exists()}
-    assert taken
-    for run, path in taken.items():
-        records = read_journal(run / "metrics.jsonl")
-        begun = [record["step"] for record in records if record["kind"] == "start"]
-        step = json.loads(path.read_text())["step"]
-        assert step > 0
-        assert step in begun
-    assert all(checkpoint.newest(run) is not None for run in runs)
 
 
 def test_what_fails_while_it_is_measured_is_one_line(tmp_path: Path, ray_cluster):
