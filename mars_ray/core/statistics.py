@@ -61,7 +61,10 @@ def ratio_fault(ratios: Sequence[float], most: float) -> str | None:
     if len(ratios) == 1:
         return "one round tells no ratio"
     if round(ratio, 2) > round(most, 2):
-        return f"{ratio:.2f} times exact is more than its forwards allow, {most:.2f}"
+        return (
+            f"the rounds say {ratio:.2f} times exact, and by their forwards at most {most:.2f} is "
+            "possible: other work disturbed them; measure again when the machine is idle"
+        )
     return None
 
 

@@ -38,7 +38,5 @@ def test_rounds_that_tell_no_ratio():
     assert ratio_fault([1.2, 0.9, 1.31], 1.2) is None
     assert ratio_fault([1.204, 1.204], 1.2) is None
     assert ratio_fault([1.0], 1.5) == "one round tells no ratio"
-    assert (
-        ratio_fault([1.4, 1.3, 1.2], 1.2)
-        == "1.30 times exact is more than its forwards allow, 1.20"
-    )
+    fault = ratio_fault([1.4, 1.3, 1.2], 1.2) or ""
+    assert fault.startswith("the rounds say 1.30 times exact, and by their forwards at most 1.20")
