@@ -62,7 +62,7 @@ def test_no_ratio_that_cannot_be():
     most = most_ratio(fast, plain)
     assert most == 2
     found = timed([fast] * 2, [plain] * 2, most)
-    assert found["fault"].startswith("the rounds say 4.00 times exact, and by their forwards at most 2.00")
+    assert found["fault"].startswith("the rounds say 4.00 times exact")
     assert found["speed_up"] is None
     assert timed([fast] * 2, [plain] * 2, 4.5)["speed_up"] == 4
     assert timed([fast], [plain], 4.5)["fault"] == "one round tells no ratio"
