@@ -127,6 +127,11 @@ def _mars(key: str) -> Callable[[Result], float]:
     return value
 
 
+def _median(key: str) -> Callable[[Result], float]:
+    """The median over the questions of a race."""
+    return lambda result: statistics.median(result[key].values())
+
+
 def _ifeval(arm: str) -> Callable[[Result], float]:
     """The share of prompts that an arm follows in `exact`."""
     return lambda result: result["arms"][arm][0]["accuracy"]
@@ -238,6 +243,8 @@ HEADLINES = {
     "smollm2.exact_vs_llamacpp_b4": Headline("smollm2_decode", _times(_EXACT, _LLAMA, 4)),
     "smollm2.exact_vs_llamacpp_b8": Headline("smollm2_decode", _times(_EXACT, _LLAMA, 8)),
     "smollm2.speed_vs_llamacpp_b1": Headline("smollm2_decode", _times(_VERIFIED, _LLAMA, 1)),
+    "race.speed_over_exact": Headline("race", _median("ratios")),
+    "race.without_adapter": Headline("race", _median("without_adapter")),
     "ngram.speed_over_exact_editing": Headline(_EDIT, _times(_LOOKED_UP, _EXACT, 1)),
     "ngram.speed_over_exact_summarising": Headline(_SUMMARISE, _times(_LOOKED_UP, _EXACT, 1)),
     "ngram.with_adapter_editing": Headline(_EDIT, _times(_VERIFIED, _EXACT, 1)),

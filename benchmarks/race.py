@@ -40,6 +40,8 @@ QUESTIONS = (
 )
 NEW_TOKENS = 256
 ARMS: dict[str, Mode] = {"plain decoding": ExactMode(), "with drafts": VerifiedMode()}
+# Beside these, how much of it the text alone brings: n-grams without the adapter's masks.
+ALONE = VerifiedMode(window=0)
 WIDTH, HEIGHT, FRAME_S, LAST_S = 880, 730, 0.05, 3.0
 INK, GREY, BLUE, PAPER = "#1b1f24", "#8a929c", "#2563c9", "#ffffff"
 FONTS = Path(mpl.get_data_path()) / "fonts" / "ttf"
@@ -68,13 +70,17 @@ def record(checkpoint: str, adapter: str, output: str) -> None:
     for question in (QUESTIONS[0], *QUESTIONS):  # the first answers warm up
         prompt = tuple(encode_prompt([Message("user", question)], tokenizer))
         arms = {name: _answer(engine, tokenizer, mode, prompt) for name, mode in ARMS.items()}
-        texts = {"".join(piece for _, pieces in told for piece in pieces) for told in arms.values()}
+        alone = _answer(engine, tokenizer, ALONE, prompt)
+        every = (*arms.values(), alone)
+        texts = {"".join(piece for _, pieces in told for piece in pieces) for told in every}
         assert len(texts) == 1, "the arms say different things"
-        plain, drafts = (told[-1][0] for told in arms.values())
-        races.append({"question": question, "ratio": plain / drafts} | arms)
+        plain, drafts, without = (told[-1][0] for told in every)
+        ratios = {"ratio": plain / drafts, "without_adapter": plain / without}
+        races.append({"question": question} | ratios | arms)
     races = sorted(races[1:], key=lambda race: race["ratio"])
     result = races[len(races) // 2] | {
         "ratios": {race["question"]: round(race["ratio"], 3) for race in races},
+        "without_adapter": {race["question"]: round(race["without_adapter"], 3) for race in races},
         "provenance": provenance(),
     }
     Path(output).write_text(json.dumps(result, indent=1) + "\n")

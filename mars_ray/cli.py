@@ -62,6 +62,15 @@ def main() -> None:
     except MarsError as error:
         print(f"mars-ray: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("mars_ray"):
+            raise
+        # Installed with --no-deps, as beside vLLM, where the plug-in needs less.
+        print(
+            f"mars-ray: no {error.name} here: install mars-ray with its dependencies",
+            file=sys.stderr,
+        )
+        sys.exit(2)
 
 
 def _version(wanted: bool) -> None:
@@ -216,6 +225,7 @@ def serve(
     adapter: Annotated[str | None, typer.Option(help="A draft adapter.")] = None,
     engine: Annotated[str | None, typer.Option(help="mars or vllm.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of a context.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences of a batch.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
     tensor_parallel_size: Annotated[
         int | None, typer.Option(help="GPUs that share a model's layers, in vLLM.")
@@ -240,6 +250,7 @@ def serve(
         "engine.type": engine,
         "engine.draft_adapter": adapter,
         "engine.max_context": max_model_len,
+        "engine.max_batch": max_num_seqs,
         "engine.dtype": dtype,
         "engine.tensor_parallel_size": tensor_parallel_size,
         "gpus_per_replica": gpus,

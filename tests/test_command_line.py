@@ -13,6 +13,7 @@ import ray
 from told import looks_like_a_model
 from typer.testing import CliRunner, Result
 
+from mars_ray import cli
 from mars_ray.cli import app
 from mars_ray.cluster.connection import Connection
 from mars_ray.cluster.machine import ask_for_token
@@ -33,9 +34,10 @@ def test_what_everybody_sets_has_a_flag(resolved):
     """By vLLM's names where it has one; a key behind it wins."""
     flags = ["--port", "8001", "--adapter", "a dir", "--max-model-len", "512", "--gpus", "0.5"]
     flags += ["--served-model-name", "x", "--replicas", "2", "--dtype", "float32", "--keys", "k"]
+    flags += ["--max-num-seqs", "3"]
     job = resolved(["serve", "m", *flags, "port=8002"])
-    engine = {name: job["engine"][name] for name in ("draft_adapter", "max_context", "dtype")}
-    assert engine == {"draft_adapter": "a dir", "max_context": 512, "dtype": "float32"}
+    expected = {"draft_adapter": "a dir", "max_context": 512, "dtype": "float32", "max_batch": 3}
+    assert {name: job["engine"][name] for name in expected} == expected
     kept = ("port", "model_name", "replicas", "gpus_per_replica", "keys_file")
     assert [job[name] for name in kept] == [8002, "x", 2, 0.5, "k"]
     flags = ["--engine", "vllm", "--tensor-parallel-size", "2", "--host", "0.0.0.0"]
@@ -191,6 +193,19 @@ def test_an_address_that_is_none_is_one_line(home: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
     with pytest.raises(ConfigError, match=r"answers at 'nonsense'.*RAY_ADDRESS=HOST"):
         Connection("auto").__enter__()
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys):
+    """Guards a traceback beside vLLM, where the package is installed without its dependencies."""
+
+    def lacking() -> None:
+        raise ModuleNotFoundError("No module named 'tomli_w'", name="tomli_w")
+
+    monkeypatch.setattr(cli, "app", lacking)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "no tomli_w here: install mars-ray with its dependencies" in capsys.readouterr().err
 
 
 WITHOUT_NUMBA = """

@@ -41,5 +41,6 @@ def looks_like_a_model(directory: Path, **config: Any) -> Path:
     """A directory with the files of a model."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    (directory / "tokenizer.json").write_text("{}")
     save_file({"weight": np.zeros(4, np.float32)}, directory / "model.safetensors")
     return directory

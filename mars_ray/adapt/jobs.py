@@ -89,6 +89,7 @@ class Places:
         self.root = root
         self.base = root / "base"  # the model, if it had to be converted
         self.answers = root / "answers.jsonl"
+        self.part = root / "answers.jsonl.part"  # of a generation that goes on
         self.training = root / "training"  # the training job's own directory
         self.adapter = root / "adapter"  # the draft adapter, with its frontier
         self.measured = root / "speeds.json"  # exists once everything is measured

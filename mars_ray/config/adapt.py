@@ -23,7 +23,10 @@ from mars_ray.config.train import (
 
 def name_of(model: str) -> str:
     """The name of a model's job: the last part of the model's name, without version and suffix."""
-    last = PurePath(model.removeprefix("package:").split("==")[0]).name
+    # `.` has no name; its directory has.
+    last = (
+        PurePath(model.removeprefix("package:").split("==")[0]).name or Path(model).resolve().name
+    )
     plain = re.sub(r"[^a-z0-9._-]+", "-", last.lower().removesuffix(".gguf"))
     return plain.strip("-._") or "model"
 
@@ -76,7 +79,10 @@ class MeasureConfig(Config):
         default={}, description="prompts by kind; default: those held out from training"
     )
     modes: Modes = Field(
-        default=(VerifiedMode(groups=1), VerifiedMode(), VerifiedMode(threshold=0.3)), min_length=1
+        default=(VerifiedMode(window=0), VerifiedMode(), VerifiedMode(threshold=0.3)),
+        min_length=1,
+        description="default: drafts from the text alone, those of the adapter with them, and the "
+        "same at a threshold that changes words",
     )
     max_new_tokens: int = Field(default=128, ge=1)
     batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(

@@ -144,7 +144,7 @@ class BenchJob(Config):
         default=(1, 8), min_length=1, description="the largest one is the engine's `max_batch`"
     )
     prompts: int = Field(default=16, ge=1, description="per round, in batches; at least one batch")
-    max_new_tokens: int = Field(default=128, ge=1)
+    max_new_tokens: int = Field(default=64, ge=1)
     rounds: int = Field(default=3, ge=1)
     engine: EngineConfig = EngineConfig()
 

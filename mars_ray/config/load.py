@@ -67,7 +67,7 @@ def parse_job(
     try:
         return kinds[kind].model_validate(table)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source, kinds[kind])) from None
+        raise ConfigError(explain(error, source, kinds[kind])) from None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -115,7 +115,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _explain(error: ValidationError, source: str, job: type[Config]) -> str:
+def explain(error: ValidationError, source: str, job: type[Config]) -> str:
+    """A line for each error, with the key that was perhaps meant; `source` begins each."""
     lines = []
     for item in error.errors(include_url=False):
         # pydantic marks a wrong key of a table, as opposed to its value, by one more part.

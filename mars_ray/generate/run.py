@@ -288,9 +288,10 @@ class _Generation:
         )
         bars.say(told)
         if answers < job.least_answers:
+            times = math.ceil(10 * job.least_answers / answers) / 10
             raise ConfigError(
-                f"{told}, and at least {job.least_answers} are wanted: give "
-                f"{job.least_answers / answers:.1f} times the minutes, or lower max_new_tokens"
+                f"{told}, and at least {job.least_answers} are wanted: give {times:.1f} times as "
+                "many minutes, or lower max_new_tokens"
             )
         return most
 

@@ -23,6 +23,7 @@ DRAFT_CARD_FILE = "draft.json"
 DRAFT_FORMAT = 1
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # A safetensors file: eight bytes with the header's length, the header (JSON), the tensors' bytes.
 _LENGTH_BYTES = 8
 # The first and last bytes of each tensor distinguish models, because training changes them. A model
@@ -35,7 +36,8 @@ _IGNORED = ".rotary_emb.inv_freq"
 def check_config(directory: Path, called: str) -> None:
     """Raises ModelError if there is no configuration."""
     if not (directory / CONFIG_FILE).is_file():
-        raise ModelError(f"{called} has no {CONFIG_FILE}: it is no model directory")
+        made = f"; its job is {called}/serve.toml" if (directory / "serve.toml").is_file() else ""
+        raise ModelError(f"{called} has no {CONFIG_FILE}: it is no model directory{made}")
 
 
 def check_supported(config: Mapping[str, Any], called: str) -> None:
@@ -66,14 +68,21 @@ def stored_config(directory: Path, called: str) -> dict[str, Any]:
 
 def no_adapter(called: str) -> ModelError:
     """The error for a directory that holds no draft adapter."""
-    return ModelError(
-        f"{called} is no draft adapter: it has no {DRAFT_CARD_FILE}. `mars-ray adapt` makes one"
+    inner = Path(called, "adapter")
+    better = (
+        f"Name {inner}" if (inner / DRAFT_CARD_FILE).is_file() else "`mars-ray adapt` makes one"
     )
+    return ModelError(f"{called} is no draft adapter: it has no {DRAFT_CARD_FILE}. {better}")
 
 
 def check_complete(directory: Path) -> None:
-    """Raises ModelError if config or weights are missing, or a weight file was cut short."""
+    """Raises ModelError if config, tokenizer or weights are missing, or a weight file was cut
+    short."""
     check_config(directory, str(directory))
+    if not any((directory / name).is_file() for name in _TOKENIZERS):
+        raise ModelError(
+            f"{directory} has no {_TOKENIZERS[0]}: copy it from where the model came from"
+        )
     for name in weight_files(directory):
         path = directory / name
         if not path.is_file():
@@ -256,6 +265,8 @@ def read_draft_card(directory: str | Path, called: str | None = None) -> DraftCa
         version = content.pop("format")
         card = DraftCard(**content | {"targets": tuple(content["targets"])})
     except (FileNotFoundError, NotADirectoryError):
+        if not path.parent.exists():
+            raise ModelError(f"there is no draft adapter {name}: no such directory") from None
         raise no_adapter(name) from None
     except OSError as error:
         raise ModelError(f"{DRAFT_CARD_FILE} of {name} cannot be read: {error}") from error

@@ -11,6 +11,7 @@ V vocabulary.
 # vLLM lives in an environment of its own.
 # pyright: reportMissingImports=false
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,9 @@ from mars_ray.vllm.mask_rows import GatedRows, IndexedRows, MaskRows
 from mars_ray.vllm.rows import Layout, MarsCounts, Origin, masks_for, next_speculative
 from mars_ray.vllm.runner import repair_expansion
 from mars_ray.vllm.window import Window
+
+# Below vLLM's own logger, whose handlers and level it has.
+_log = logging.getLogger("vllm.mars_ray")
 
 
 class MarsProposer:
@@ -84,6 +88,12 @@ class MarsProposer:
         if parts or change:
             self._sites = Sites(model, self.masks, parts, change=change)
         self._put(first)
+        _log.info(
+            "MARS: drafts by %s, at most %d masks of a request, threshold %g",
+            f"the adapter {self.settings.options.adapter}" if first else "the model's own masks",
+            self.most_masks,
+            self._threshold,
+        )
 
     def _put(self, adapter: DraftAdapter | None) -> None:
         self.adapter = adapter

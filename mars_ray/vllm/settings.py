@@ -16,6 +16,8 @@ from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
+from mars_ray.config.base import found
+from mars_ray.config.load import explain
 from mars_ray.config.vllm import VllmMars, VllmMarsRequest
 from mars_ray.errors import ConfigError
 from mars_ray.model.directory import CARD_FILE, read_card
@@ -52,7 +54,8 @@ def options(config: VllmConfig) -> VllmMars:
     try:
         return VllmMars.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(f"additional_config of vLLM, key {KEY!r}: {error}") from error
+        source = f"additional_config of vLLM, key {KEY!r}"
+        raise ConfigError(explain(error, source, VllmMars)) from None
 
 
 def request_options(params: SamplingParams) -> VllmMarsRequest:
@@ -64,7 +67,8 @@ def request_options(params: SamplingParams) -> VllmMarsRequest:
             return VllmMarsRequest.model_validate_json(content)
         return VllmMarsRequest.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(f"extra_args of the request, key {KEY!r}: {error}") from error
+        source = f"extra_args of the request, key {KEY!r}"
+        raise ConfigError(explain(error, source, VllmMarsRequest)) from None
 
 
 def read(config: VllmConfig) -> Settings:
@@ -75,7 +79,7 @@ def read(config: VllmConfig) -> Settings:
     adapter = None
     card = read_card(directory)
     if own.adapter:
-        adapter = read_draft_adapter(own.adapter, directory)
+        adapter = read_draft_adapter(found(own.adapter), directory)
     depths = adapter.card.depths if adapter else card.block_size
     if not depths and not own.adapters_change:
         raise ConfigError(
@@ -105,10 +109,10 @@ def _check_engine(config: VllmConfig) -> None:
     """Raises ConfigError for what the plug-in cannot do."""
     speculative = config.speculative_config
     assert speculative is not None
-    found = config.model_config.architectures
-    if not set(found) & set(ARCHITECTURES):
+    names = config.model_config.architectures
+    if not set(names) & set(ARCHITECTURES):
         raise ConfigError(
-            f"MARS in vLLM decodes {', '.join(ARCHITECTURES)}; this model is {', '.join(found)}"
+            f"MARS in vLLM decodes {', '.join(ARCHITECTURES)}; this model is {', '.join(names)}"
         )
     if config.use_v2_model_runner:
         raise ConfigError(

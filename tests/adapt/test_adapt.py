@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import tomli_w
+from rich.console import Console
 
+from mars_ray.adapt import run
 from mars_ray.config.adapt import AdaptJob, name_of
 from mars_ray.config.load import load_job
 from mars_ray.config.serve import ServeJob
+from mars_ray.errors import ConfigError
 from mars_ray.model.directory import fingerprint
 from mars_ray.model.draft_adapter import read_draft_adapter
 
@@ -49,6 +52,22 @@ SMALL: dict[str, Any] = {
 }
 
 
+def test_a_budget_that_was_refused_may_be_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Guards advice that is refused when it is taken: the directory belongs to no job yet."""
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("give 1.3 times as many minutes")
+
+    monkeypatch.setattr(run, "run_generation", refuse)
+    monkeypatch.setattr(run, "base_model", lambda *_: tmp_path)
+    monkeypatch.setattr(run, "devices", lambda: run.Devices(1, 1.0, 0.0, 1, 1.0, "float32"))
+    asked = {"kind": "adapt", "name": "x", "model": "m", "output_dir": str(tmp_path / "x")}
+    for minutes in (1, 1.3):
+        with pytest.raises(ConfigError, match="as many minutes"):
+            job = AdaptJob.model_validate(asked | {"minutes": minutes})
+            run.run_adaptation(job, Console(quiet=True), lambda: None)
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -56,6 +75,7 @@ SMALL: dict[str, Any] = {
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct"),
         ("models/My Model.Q4_1.gguf", "my-model.q4_1"),
         ("models/here/", "here"),
+        (".", name_of(Path.cwd().name)),
     ],
 )
 def test_a_job_is_named_after_its_model(model, name):

@@ -81,6 +81,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "sampling.json",
         "serve_load_smollm2.json",
         "ifeval.json",
+        "race.json",
         "mars_decode.json",
         "mars_frontier.json",
         "adapter_training_gpu.json",

@@ -104,6 +104,8 @@ def test_no_adapter_is_told(tmp_path):
     """A base model's directory, most likely."""
     with pytest.raises(ModelError, match=r"no draft adapter.*mars-ray adapt"):
         read_draft_adapter(tmp_path, None)
+    with pytest.raises(ModelError, match="nowhere: no such directory"):
+        read_draft_adapter(tmp_path / "nowhere", None)
 
 
 def test_a_file_cut_short_is_told(tmp_path):
