@@ -23,10 +23,8 @@ from mars_ray.config.train import (
 
 def name_of(model: str) -> str:
     """The name of a model's job: the last part of the model's name, without version and suffix."""
-    # `.` has no name; its directory has.
-    last = (
-        PurePath(model.removeprefix("package:").split("==")[0]).name or Path(model).resolve().name
-    )
+    last = PurePath(model.removeprefix("package:").split("==")[0]).name
+    last = last or Path(model).resolve().name  # of `.`
     plain = re.sub(r"[^a-z0-9._-]+", "-", last.lower().removesuffix(".gguf"))
     return plain.strip("-._") or "model"
 

@@ -63,8 +63,8 @@ def test_a_budget_that_was_refused_may_be_raised(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(run, "devices", lambda: run.Devices(1, 1.0, 0.0, 1, 1.0, "float32"))
     asked = {"kind": "adapt", "name": "x", "model": "m", "output_dir": str(tmp_path / "x")}
     for minutes in (1, 1.3):
+        job = AdaptJob.model_validate(asked | {"minutes": minutes})
         with pytest.raises(ConfigError, match="as many minutes"):
-            job = AdaptJob.model_validate(asked | {"minutes": minutes})
             run.run_adaptation(job, Console(quiet=True), lambda: None)
 
 
