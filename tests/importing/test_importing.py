@@ -167,7 +167,7 @@ def test_what_cannot_be_had_is_an_error(source, message, monkeypatch):
     ("break_it", "message"),
     [
         (lambda place: (place / "chat_template.jinja").unlink(), "no chat template"),
-        (lambda place: (place / "tokenizer.json").unlink(), "cannot load"),
+        (lambda place: (place / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (
             lambda place: (place / "model.safetensors").write_bytes(b"12345678"),
             "damaged or was cut short",
