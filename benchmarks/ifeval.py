@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--thresholds", type=float, nargs="+", default=[0.9])
     parser.add_argument("--tokens", type=int, default=512, help="of an answer, at most")
     parser.add_argument("--limit", type=int, help="prompts, drawn at random")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS))
     asked = parser.parse_args()
     rows = asked.directory / "prompts.jsonl"
     rows.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +58,7 @@ def main() -> None:
     with rows.open("w") as file:
         for row in prompts:
             print(json.dumps({"prompt": row["prompt"], "reference": row}), file=file)
-    arms = {name: _measured(asked, name, rows) for name in ARMS}
+    arms = {name: _measured(asked, name, rows) for name in asked.arms}
     result = {
         "prompts": asked.limit or len(prompts),
         "max_new_tokens": asked.tokens,
