@@ -20,7 +20,6 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.core.frontier import Frontier, mode_label
 from mars_ray.evaluate.run import print_table, run_evaluation, written
-from mars_ray.provenance import provenance
 
 DATA = Path("../shared/data/ifeval/input_data.jsonl")
 # With an adapter, `exact` is the model that nobody has trained.
@@ -69,7 +68,12 @@ def main() -> None:
             ]
             for name, frontier in arms.items()
         },
-        "provenance": provenance(),
+        # Of the measurement, which may be an earlier run's.
+        "provenance": {
+            key: value
+            for key, value in next(iter(arms.values())).provenance.items()
+            if key != "job"
+        },
     }
     asked.output.write_text(json.dumps(result, indent=1) + "\n")
 
