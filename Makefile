@@ -96,7 +96,8 @@ bench-serve: setup             ## the live service under load, a quarter of an h
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/serve_load.py $(CHECKPOINT) --aiperf $(AIPERF) --vllm $(VLLM)
 	$(BIN)/python benchmarks/render.py
 
-generate: setup                ## what scripts write: dashboard, the chart's jobs and schema
+generate: setup                ## what scripts write: references, dashboard, the chart's jobs and schema
+	$(BIN)/python tools/reference_pages.py
 	$(BIN)/python tools/dashboard.py
 	$(BIN)/python tools/job_manifests.py
 	$(BIN)/python tools/chart_schema.py

@@ -57,25 +57,21 @@ def main() -> None:
     with rows.open("w") as file:
         for row in prompts:
             print(json.dumps({"prompt": row["prompt"], "reference": row}), file=file)
-    arms = {name: _measured(asked, name, rows) for name in asked.arms}
-    result = {
-        "prompts": asked.limit or len(prompts),
-        "max_new_tokens": asked.tokens,
-        "arms": {
-            name: [
-                {"mode": mode_label(point.mode)} | {key: getattr(point, key) for key in _TOLD}
-                for point in frontier.points
-            ]
-            for name, frontier in arms.items()
-        },
+    result = {"prompts": asked.limit or len(prompts), "max_new_tokens": asked.tokens}
+    before = json.loads(asked.output.read_text()) if asked.output.exists() else {}
+    if before.items() >= result.items():  # the other arms stay
+        result = before
+    for name in asked.arms:
+        frontier = _measured(asked, name, rows)
+        result.setdefault("arms", {})[name] = [
+            {"mode": mode_label(point.mode)} | {key: getattr(point, key) for key in _TOLD}
+            for point in frontier.points
+        ]
         # Of the measurement, which may be an earlier run's.
-        "provenance": {
-            key: value
-            for key, value in next(iter(arms.values())).provenance.items()
-            if key != "job"
-        },
-    }
-    asked.output.write_text(json.dumps(result, indent=1) + "\n")
+        facts = {key: value for key, value in frontier.provenance.items() if key != "job"}
+        result.setdefault("provenance", facts)
+        result.setdefault("measured", {})[name] = facts
+        asked.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _measured(asked: argparse.Namespace, name: str, rows: Path) -> Frontier:

@@ -517,6 +517,7 @@ def _job(
 
         check_inputs(job, elsewhere=dry_run)
     if dry_run:
+        _console().print("nothing is missing for this job; --dry-run starts nothing")
         raise typer.Exit
     return cast(AnyJob, job)
 

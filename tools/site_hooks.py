@@ -1,8 +1,7 @@
-"""Pages of the site that are written from the code while mkdocs builds it."""
+"""The page of the site that is written from the docstrings while mkdocs builds it."""
 
 from pathlib import Path
 
-from config_reference import reference
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -15,10 +14,8 @@ Every module, written from its docstrings. Names that begin with an underscore a
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds both references."""
-    pages = {"reference/configuration.md": reference(), "reference/python.md": api()}
-    for path, content in pages.items():
-        files.append(File.generated(config, path, content=content))
+    """Adds the reference of the package."""
+    files.append(File.generated(config, "reference/python.md", content=api()))
     return files
 
 

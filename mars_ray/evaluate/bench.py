@@ -242,13 +242,17 @@ def run_bench(job: BenchJob, console: Console) -> dict[str, Any]:
         common |= {"stop_ids": sorted(stop_ids(engine.model))}
         cells = [(label, size) for size in job.batch_sizes for label in decoders]
         rounds = 1 + job.rounds
-        bar = bars.add_task("rounds, the first one to warm up", total=rounds * len(cells))
+        bar = bars.add_task("warming up", total=rounds * len(cells))
         answers: dict[tuple[str, int], list[dict[str, Any]]] = {cell: [] for cell in cells}
         for round_ in range(rounds):
             for label, size in cells:
+                name = f"round {round_} of {job.rounds}" if round_ else "warming up"
+                bars.update(bar, description=f"{name}: {label}, batch {size}")
                 parts = in_batches(prompts, size, job.prompts)
-                task = common | {"batches": parts if round_ else parts[:1]}
-                answers[label, size] += [decoders[label](task)] * bool(round_)
+                answer = decoders[label](common | {"batches": parts if round_ else parts[:1]})
+                if round_:
+                    answers[label, size].append(answer)
+                    bars.say(f"{name}: {label}, batch {size}: {_speed(answer):.1f} tokens/s")
                 bars.advance(bar)
     cases = [_case(cell, answers, job) for cell in cells]
     dtype = str(engine.model.dtype).removeprefix("torch.")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
+from rich.progress import TaskID
 
 from mars_ray.cluster.connection import Connect, already
 from mars_ray.config.decode import EngineConfig
@@ -164,6 +165,7 @@ def run_generation(
         return generation.run(output, console, connect)
 
 
+_OWN = "prompts of its own"  # what progress calls them
 # More than a template writes behind a prompt.
 _TEMPLATE_TOKENS = 64
 # Shares of a job's minutes that are over when the first answers end, to prompts that are there, and
@@ -199,6 +201,27 @@ class _Clock:
     def skip(self) -> None:
         """Leaves out the time that has passed since the last note."""
         self._noted = time.monotonic()
+
+
+class _Counts:
+    """Tells how far a job is: prompts and answers of how many, or under a limit of minutes, which
+    leaves it open how many there will be, their number so far and the minutes."""
+
+    def __init__(self, bars: Bars, part: Part, minutes: float | None) -> None:
+        self._bars, self._part, self._minutes = bars, part, minutes
+        self._tasks: dict[str, TaskID] = {}
+
+    def tell(self, what: str, count: int, total: int) -> None:
+        """Tells that there are `count` of at most `total`."""
+        if self._minutes is None:
+            if what not in self._tasks:
+                self._tasks[what] = self._bars.add_task(what)
+            self._bars.update(self._tasks[what], completed=count, total=total)
+            return
+        if not self._tasks:
+            self._tasks[""] = self._bars.add_task(what, total=self._minutes)
+        told, done = f"{count:,} {what}; minutes", self._part.seconds / 60
+        self._bars.update(self._tasks[""], description=told, completed=done)
 
 
 class _Generation:
@@ -238,7 +261,7 @@ class _Generation:
         connect()
         clock = _Clock(self._job.minutes, part)
         with Bars(console) as bars, self._start(self._job, bars.say) as engines:
-            is_over = False
+            counts, is_over = _Counts(bars, part, self._job.minutes), False
             if self._job.minutes is not None and not part.answers:
                 try:
                     answers = self._check_minutes(self._job.minutes, clock, engines, bars)
@@ -247,13 +270,14 @@ class _Generation:
                     raise
                 if self._turns:
                     first = self._asked.prompts[: max(LEAST, int(_FIRST_SHARE * answers))]
-                    is_over = self._answer(first, part, clock, engines, bars)
+                    is_over = self._answer(first, part, clock, engines, counts)
             prompts, choices = list(self._asked.prompts), list[Choice]()
             if not is_over:
                 for place in self._turns:
-                    choices.append(self._own_prompts(place, prompts, part, clock, engines, bars))
-                    prompts += encoded(choices[-1].records, self._encoder, BadRows())
-                self._answer(prompts, part, clock, engines, bars)
+                    own = self._own_prompts(place, prompts, part, clock, engines, bars, counts)
+                    choices.append(own)
+                    prompts += encoded(own.records, self._encoder, BadRows())
+                self._answer(prompts, part, clock, engines, counts)
         clock.note()
         if not part.answers:
             # Nothing to resume, so a job with other settings may begin.
@@ -336,12 +360,12 @@ class _Generation:
         clock: _Clock,
         engines: Engines,
         bars: Bars,
+        counts: _Counts,
     ) -> Choice:
         source, turn = self._job.prompts[place], self._turns[place]
         assert isinstance(source, OwnPrompts)
         seen = {beginning_key(prompt.messages[-1].content) for prompt in prompts}
         choice = Choice(source, self._excluded, seen)
-        task = bars.add_task("prompts of its own", total=source.count)
         while more := choice.more:
             if time.monotonic() >= clock.until(_OWN_SHARE):
                 # Late, but prompts that are too few would be answers that are too few.
@@ -351,15 +375,17 @@ class _Generation:
             numbers = range(choice.tries, choice.tries + more)
             known = part.tries.setdefault(place, {})
             requests = requests_of(source, self._job, turn, (n for n in numbers if n not in known))
+            usable = len(choice.records)
             for completions in _decode(list(requests), _OWN_SHARE, clock, engines):
                 tries = {int(c.request_id): tried(c, turn, self._encoder) for c in completions}
                 part.add_tries(place, tries)
                 # An estimate: which of them are new is decided in order, once all are done.
-                bars.advance(task, sum(not each.fault for each in tries.values()))
+                usable += sum(not each.fault for each in tries.values())
+                counts.tell(_OWN, usable, source.count)
             # Without gaps, because the next tries are numbered from the last one taken.
             choice.take(map(known.__getitem__, takewhile(known.__contains__, numbers)))
-            bars.update(task, completed=len(choice.records))
-        bars.update(task, total=len(choice.records), completed=len(choice.records))
+            counts.tell(_OWN, len(choice.records), source.count)
+        counts.tell(_OWN, len(choice.records), len(choice.records))
         # Once time has run out, the prompts so far suffice.
         if not (choice.records or prompts) or time.monotonic() < clock.until(_OWN_SHARE):
             choice.check()
@@ -373,13 +399,13 @@ class _Generation:
         part: Part,
         clock: _Clock,
         engines: Engines,
-        bars: Bars,
+        counts: _Counts,
     ) -> bool:
         """Answers the prompts that have no answer yet, until the minutes are over. Returns whether
         they are; requests in progress are then dropped with the engines."""
-        task = bars.add_task("answers", total=len(prompts))
         requests = list(self._requests(prompts, part))
-        bars.update(task, completed=len(prompts) - len(requests))
+        known = len(prompts) - len(requests)
+        counts.tell("answers", known, len(prompts))
         if self._job.minutes is not None:
             # In random order, so that all sources get equal shares however far it gets.
             requests.sort(key=lambda request: hashlib.sha256(request.id.encode()).digest())
@@ -390,7 +416,8 @@ class _Generation:
                     for c in completions
                 }
             )
-            bars.advance(task, len(completions))
+            known += len(completions)
+            counts.tell("answers", known, len(prompts))
             if time.monotonic() > clock.until(1.0) and len(part.answers) >= LEAST:
                 return True
         return False

@@ -15,6 +15,7 @@ import pytest
 from cluster.conftest import Cluster
 from docs.commands import runs
 from docs.small import small
+from processes import family, titled
 
 from mars_ray.cluster.machine import free_port
 
@@ -141,20 +142,8 @@ def test_a_job_that_is_stopped_leaves_no_workers(three_nodes, tmp_path):
 
 def training_workers(cluster: Cluster) -> list[psutil.Process]:
     """Processes of this cluster in which Ray Train's workers run."""
-    below = [
-        process
-        for node in cluster.state.nodes
-        for process in psutil.Process(node.pid).children(recursive=True)
-    ]
-    return [process for process in below if "RayTrainWorker" in title(process)]
-
-
-def title(process: psutil.Process) -> str:
-    """Empty if it has ended meanwhile."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
+    below = [process for node in cluster.state.nodes for process in family(node.pid)]
+    return titled(below, "RayTrainWorker")
 
 
 def wait_for(is_so, limit_s: float) -> None:

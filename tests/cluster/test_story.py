@@ -18,9 +18,10 @@ from typing import Any
 import psutil
 import pytest
 from cluster.conftest import Cluster, started
-from cluster.test_jobs import placed, title, training_workers, wait_for
+from cluster.test_jobs import placed, training_workers, wait_for
 from docs.commands import runs
 from docs.small import small
+from processes import family, titled
 from train.small_jobs import make_model
 
 from mars_ray.cluster.machine import free_port
@@ -134,8 +135,8 @@ def kill_at(step: int, metrics: MetricsReader, cluster: Cluster, *, whole_node: 
     wait_for(lambda: len(training_workers(cluster)) == 2, 300)
     for node in cluster.state.nodes[1:]:
         process = psutil.Process(node.pid)
-        below = process.children(recursive=True)
-        if any("RayTrainWorker" in title(each) for each in below):
+        below = family(node.pid)
+        if titled(below, "RayTrainWorker"):
             for each in (*below, process):
                 each.kill()
             return "node"

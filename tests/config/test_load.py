@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from config_reference import reference
+from reference_pages import configuration
 
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.inputs import PretrainedModel
@@ -165,7 +165,9 @@ def test_a_uri_of_one_slash_is_refused(destination):
 
 def test_the_reference_shows_a_sections_own_defaults():
     """Guards the class's defaults in place of the field's: 512 tokens where 4,000 are sent."""
-    assert "`{'prompt_mean': 4000.0, 'output_mean': 1000.0, 'cv': 0.0}`, else see" in reference()
+    assert (
+        "`{'prompt_mean': 4000.0, 'output_mean': 1000.0, 'cv': 0.0}`, else see" in configuration()
+    )
 
 
 def test_other_errors_name_the_key():

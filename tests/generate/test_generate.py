@@ -365,6 +365,19 @@ def test_a_log_says_how_far_it_is(model: Path, tmp_path: Path, monkeypatch: pyte
     assert re.search(r"^answers: \d of 6, \d+ s$", log.file.getvalue(), re.MULTILINE)
 
 
+def test_under_a_limit_of_minutes_a_log_says_what_there_is(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Guards totals that the minutes leave open: 0 of 1,036 answers that became 10 of 78."""
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    log = Console(file=io.StringIO(), width=120)
+    run(make_job(model, tmp_path / "own.jsonl", minutes=2.0), log)
+    assert isinstance(log.file, io.StringIO)
+    lines = log.file.getvalue()
+    assert re.search(r"^\d answers; minutes: 0 of 2, \d+ s$", lines, re.MULTILINE)
+    assert "of 6" not in lines
+
+
 def test_an_output_has_one_writer_at_a_time(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

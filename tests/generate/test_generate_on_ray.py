@@ -17,6 +17,7 @@ import pytest
 import ray
 import tomli_w
 from generate.engines import QUIET, make_job, run
+from processes import family, titled
 from rich.console import Console
 
 from mars_ray.config.decode import Sampling
@@ -40,8 +41,7 @@ def mixed_job(talker: Path, output: Path, **changes: Any) -> GenerateJob:
 
 def engines() -> list[psutil.Process]:
     """Processes of this test's cluster."""
-    family = psutil.Process().children(recursive=True)
-    return [process for process in family if process.name().startswith("ray::Worker")]
+    return titled(family(os.getpid()), "ray::Worker")
 
 
 def wait_for(is_so: Any, limit_s: float = 200) -> None:

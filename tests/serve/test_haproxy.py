@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import family, titled
 from serve.command import (
     TOKENS,
     command,
@@ -51,15 +52,13 @@ def url(served) -> str:
 def test_haproxy_answers_and_nobody_on_other_addresses(served):
     """Guards an option that does nothing, and an ingress that strangers reach past HAProxy."""
     process, url, job = served
-    family = {
-        each.pid: each.name() for each in psutil.Process(process.pid).children(recursive=True)
-    }
-    assert "haproxy" in family.values()
+    own = family(process.pid)
+    assert titled(own, "haproxy")
     links: list[Any] = psutil.net_connections("tcp")
     listening = {
         (link.laddr.port, link.laddr.ip)
         for link in links
-        if link.status == psutil.CONN_LISTEN and link.pid in family
+        if link.status == psutil.CONN_LISTEN and link.pid in {each.pid for each in own}
     }
     assert {at for at in listening if at[0] == job.port} == {(job.port, "127.0.0.1")}
     ingress = {address for port, address in listening if port in _INGRESS_PORTS}

@@ -11,6 +11,7 @@ import openai
 import psutil
 import pytest
 import ray
+from processes import titled
 from ray import serve
 from serve.command import wait_for, wait_until_free
 from serve.vllm_here import ENVIRONMENT, SMALL, needs_vllm
@@ -194,8 +195,7 @@ def wait_for_both(url: str) -> None:
 
 def replica_processes() -> list[psutil.Process]:
     raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
-    children = psutil.Process(raylet).children()
-    return [child for child in children if "Replica-mars" in " ".join(child.cmdline())]
+    return titled(psutil.Process(raylet).children(), "Replica-mars")
 
 
 def engine_of(replica: psutil.Process) -> psutil.Process:

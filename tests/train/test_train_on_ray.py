@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from processes import family, titled
 from train.small_jobs import make_job, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,11 +69,7 @@ def when_at_step(output_dir: Path, step: int, act: Callable[[], None]) -> thread
 
 
 def kill_one_worker() -> None:
-    workers = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if "RayTrainWorker" in " ".join(process.cmdline())
-    ]
+    workers = titled(family(os.getpid()), "RayTrainWorker")
     assert len(workers) == 2
     workers[1].kill()
 

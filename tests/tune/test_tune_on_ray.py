@@ -12,6 +12,7 @@ import psutil
 import pyarrow.parquet
 import pytest
 import tomli_w
+from processes import family, titled
 from rich.console import Console
 from train.small_jobs import make_model
 from tune.sweeps import make_table
@@ -65,8 +66,7 @@ def _records(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def trial_processes(driver: subprocess.Popen) -> list[psutil.Process]:
-    family = psutil.Process(driver.pid).children(recursive=True)
-    return [p for p in family if p.name().startswith("ray::Resource")]
+    return titled(family(driver.pid), "ray::Resource")
 
 
 @pytest.mark.timeout(400)

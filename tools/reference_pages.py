@@ -1,20 +1,26 @@
-"""Generates the configuration reference from the models that check job files.
-
-python tools/config_reference.py      # prints it as Markdown
-"""
+"""Writes the references of commands and of job files from the code: make generate."""
 
 import inspect
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import typer
 from pydantic.fields import FieldInfo
 
+from mars_ray.cli import app
 from mars_ray.config.base import Config
 from mars_ray.config.load import JOB_KINDS
 from mars_ray.simulator.config import KINDS
 
+PLACE = Path(__file__).parents[1] / "docs/reference"
+_COMMANDS_HEAD = """# Commands
+
+Every command with its arguments and options, written from the code; `-h` shows the same. Tables and
+progress go to stderr; the last line on stdout is one JSON object. A command that fails says why in
+one line, and exits with 2.
+"""
 _HEAD = """# Configuration
 
 Every field of every job file, written from the code. A job names its `kind`; a key that is not here
@@ -22,8 +28,46 @@ is refused. Overrides on the command line use the same names, with dots: `stages
 """
 
 
-def reference() -> str:
-    """The page as Markdown."""
+def pages() -> dict[str, str]:
+    """Both pages as Markdown, by their file's name."""
+    return {"commands.md": commands(), "configuration.md": configuration()}
+
+
+def commands() -> str:
+    """Every command with its parameters."""
+    found: Any = typer.main.get_command(app)
+    return "\n".join([_COMMANDS_HEAD, *_commands(found, "mars-ray")])
+
+
+def _commands(group: Any, path: str) -> Iterator[str]:
+    for name, command in group.commands.items():
+        own = f"{path} {name}"
+        if hasattr(command, "commands"):
+            yield from _commands(command, own)
+        else:
+            yield _command(command, own)
+
+
+def _command(command: Any, path: str) -> str:
+    rows = ""
+    for parameter in command.params:
+        is_option = parameter.param_type_name == "option"
+        name = value = parameter.metavar or parameter.name.upper()
+        if is_option:
+            name = ", ".join(parameter.opts) + f" {value}" * (not parameter.is_flag)
+        default = parameter.default
+        shown = "required" if parameter.required else ""
+        if not parameter.required and default not in (None, False) and not callable(default):
+            shown = f"`{_cell(str(default))}`"
+        variable = f" Also `{parameter.envvar}`." if parameter.envvar else ""
+        rows += f"| `{_cell(name)}` | {shown} | {_cell((parameter.help or '') + variable)} |\n"
+    about = inspect.cleandoc(command.help or "")
+    table = f"| argument or option | default | |\n|---|---|---|\n{rows}" if rows else ""
+    return f"## {path}\n\n{about}\n\n{table}"
+
+
+def configuration() -> str:
+    """Every field of every job file."""
     described: list[type[Config]] = []
     kinds = JOB_KINDS | KINDS
     for job in kinds.values():
@@ -110,4 +154,5 @@ def _type(kind: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(reference())
+    for file, text in pages().items():
+        (PLACE / file).write_text(text)
