@@ -14,6 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lib import mars_model
 from rich.console import Console
 
 from mars_ray.config.decode import EngineConfig
@@ -77,6 +78,7 @@ def main() -> None:
 def _measured(asked: argparse.Namespace, name: str, rows: Path) -> Frontier:
     """An arm's frontier; of an earlier run, if that was whole."""
     checkpoint, adapter = ARMS[name]
+    mars_model.make(Path("models/smollm2"), Path("models/smollm2-mars"))
     drawn = {"limit": asked.limit, "shuffle_seed": 0} if asked.limit else {}
     job = EvaluateJob.model_validate(
         {

@@ -2,10 +2,10 @@
 
     python benchmarks/mars_frontier.py models/smollm2 benchmarks/results/mars_frontier.json
 
-Two arms of one model: its draft adapter, and the model that MARS has trained (merged_model.py makes
-it). What a threshold costs in words is told by the arm's own choices, one forward later, and by the
-model that nobody has trained: its choices, and how likely it finds the answers. What was measured
-before is kept, also with `--arms` of which one is left out.
+Two arms of one model: its draft adapter, and the model that MARS has trained, which is made of
+`--mars-lora` if it is not there. What a threshold costs in words is told by the arm's own choices,
+one forward later, and by the model that nobody has trained: its choices, and how likely it finds
+the answers. What was measured before is kept, also with `--arms` of which one is left out.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lib import mars_model
 from rich.console import Console
 
 from mars_ray.config.decode import EngineConfig
@@ -59,13 +60,14 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=["mars", "adapter"])
     parser.add_argument("--adapter", default="adapters/smollm2")
     parser.add_argument("--mars", default="models/smollm2-mars")
-    parser.add_argument("--mars-lora", type=Path, default=Path("benchmarks/models/smollm2-mars"))
+    parser.add_argument("--mars-lora", type=Path, default=mars_model.LORA)
     parser.add_argument("--directory", type=Path, default=Path("runs/mars-frontier"))
     parser.add_argument("--prompts", type=int, default=20, help="of a kind")
     parser.add_argument("--scored", type=int, default=10, help="answers a kind and mode")
     parser.add_argument("--few", type=int, default=5, help="of a kind, for other modes; 0: none")
     asked = parser.parse_args()
     console = Console()
+    mars_model.make(Path(asked.original), Path(asked.mars), asked.mars_lora)
     before = json.loads(asked.output.read_text()) if asked.output.exists() else {}
     arms, commits = before.get("arms", {}), before.get("commits", {})
     facts = provenance()

@@ -1,11 +1,5 @@
-"""A model directory of a base and the LoRA that MARS has trained on it.
+"""The model that MARS has trained: a base, and the LoRA that benchmarks/models/ holds."""
 
-    python benchmarks/merged_model.py BASE ADAPTERS DIRECTORY
-
-ADAPTERS holds the `adapters.safetensors` of a checkpoint, of rank 32 and alpha 64, for blocks of 4.
-"""
-
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +12,14 @@ from mars_ray.model.create import create_model
 from mars_ray.model.directory import read_card
 from mars_ray.model.load import load_model, load_tokenizer, save_model
 
+LORA = Path("benchmarks/models/smollm2-mars")
 RANK, ALPHA, BLOCK_SIZE = 32, 64.0, 4
 
 
-def main() -> None:
-    """Merge, and write the directory. Raises ModelError."""
-    base, adapters, directory = map(Path, sys.argv[1:])
+def make(base: Path, directory: Path, adapters: Path = LORA) -> None:
+    """Writes the directory of both, merged, if it is not there yet. Raises ModelError."""
+    if directory.is_dir():
+        return
     create_model(PretrainedModel(path=str(base)), list, directory, 0)
     card, tokenizer = read_card(directory), load_tokenizer(directory)
     model = load_model(directory, dtype=None)
@@ -33,7 +29,3 @@ def main() -> None:
     with torch.no_grad():
         weights = merged(model, model.state_dict(), card.mask_token_id)
     save_model(directory, model, tokenizer, replace(card, block_size=BLOCK_SIZE), weights)
-
-
-if __name__ == "__main__":
-    main()
