@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from mars_ray.cluster.machine import NODE_ENVIRONMENT, ask_for_token
+from mars_ray.cluster.machine import NODE_ENVIRONMENT, ask_for_token, end_haproxy
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.train import ClusterConfig
@@ -34,7 +34,7 @@ class Connection:
     def __init__(self, otherwise: str = _OWN, *, log_to_driver: bool = True) -> None:
         self._address = named_address() or otherwise
         self._log_to_driver = log_to_driver
-        self._is_open = False
+        self._is_open, self._node = False, ""
 
     def __enter__(self) -> "Connection":
         if self._address != _OWN:
@@ -63,13 +63,15 @@ class Connection:
                 "one you mean with RAY_ADDRESS=HOST:PORT, and RAY_AUTH_MODE=token if it asks for a "
                 "token; `mars-ray serve` says both of its own"
             ) from error
-        self._is_open = True
+        self._is_open, self._node = True, ray.get_runtime_context().get_node_id()
 
     def __exit__(self, *_: Any) -> None:
         if self._is_open:
             import ray
 
             ray.shutdown()
+            if self._address == _OWN:
+                end_haproxy(self._node)
 
 
 # Called before the first use of Ray: `Connection.open`, or `already` where it is connected.

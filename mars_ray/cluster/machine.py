@@ -55,6 +55,17 @@ def haproxy_environment() -> dict[str, str]:
     return {**HAPROXY_ENVIRONMENT, **dict(zip(names, ports, strict=True))}
 
 
+def end_haproxy(node: str) -> None:
+    """Ends the HAProxies that are left of a node, given by Ray's id: Serve may end the actor that
+    is just replacing one, and the new one would hold the service's port."""
+    place = f"/haproxy-serve/{node}/".encode()
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        # Others come and go.
+        with suppress(OSError):
+            if place in file.read_bytes():
+                os.kill(int(file.parent.name), signal.SIGKILL)
+
+
 def ask_for_token() -> None:
     """Has a cluster that this process starts ask for a token, unless the environment says no.
 

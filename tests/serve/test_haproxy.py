@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,8 +41,12 @@ def served(job, tmp_path_factory) -> Iterator[tuple[subprocess.Popen, str, Serve
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S", str(_CLIENT_S))
+        begun = time.time()
         with command(own, directory, "--haproxy") as (process, url):
             yield process, url, own
+    # Guards one that goes on holding the service's port.
+    others = [each for each in psutil.process_iter() if each.create_time() > begun]
+    assert not psutil.wait_procs(titled(others, "/haproxy -"), timeout=10)[1]
 
 
 @pytest.fixture
