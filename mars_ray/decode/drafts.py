@@ -1,11 +1,13 @@
 """Which drafts and masks the sequences of a step get: those that are worth the cost of their rows.
 
 This applies only to `verified` at threshold 1, whose output does not depend on it, and to requests
-without a fixed threshold, whose output depends on the load anyway. A mask costs a row now, and the
-draft that it becomes costs another row in the next step. The value of a draft is estimated from its
-confidence and from how often drafts of such confidence were accepted lately. The value of a mask is
-estimated from the drafts that masks of its depth became. Under load rows cost more and fewer are
-worth their cost, until decoding is the same as `exact`.
+without a fixed threshold, whose output depends on the load anyway. Of these, those in `confidence`
+have all their masks or none, by what steps with masks committed lately.
+
+A mask costs a row now, and the draft that it becomes costs another row in the next step. The value
+of a draft is estimated from its confidence and from how often drafts of such confidence were
+accepted lately. The value of a mask is estimated from the drafts that masks of its depth became.
+Under load rows cost more and fewer are worth their cost, until decoding is the same as `exact`.
 
 `DraftStats` counts how likely drafts are accepted, and what masks are worth: a draft is judged by
 its confidence, a mask by the drafts that masks of its depth became.
@@ -18,7 +20,13 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from mars_ray.config.modes import MOST_DRAFTS, MOST_NGRAM_DRAFTS, VerifiedMode, controlled_branches
+from mars_ray.config.modes import (
+    MOST_DRAFTS,
+    MOST_NGRAM_DRAFTS,
+    ConfidenceMode,
+    VerifiedMode,
+    controlled_branches,
+)
 from mars_ray.core.step_cost import StepCost
 from mars_ray.core.tree import (
     Choice,
@@ -47,6 +55,9 @@ _PRICE_RATE = 0.2
 _LOOKED_AT = 4
 # Masks that are never tried teach nothing, so once in this many steps one sequence has all masks.
 _PROBE_EVERY = 128
+# In `confidence` as many steps of a sequence have masks after each change of the threshold, before
+# it is known what they bring.
+_LEAST_TRIES = 16
 _NOTHING = Choice(0, (0,))
 # Drafts between two of these confidences are counted together.
 _CONFIDENCES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
@@ -154,6 +165,8 @@ class DraftControl:
         self._sequences, self._context_tokens = 1, 0
         self._price: float | None = None
         self._steps = 0
+        # Of steps with masks in `confidence`, sums in which later ones weigh more; the threshold.
+        self._unseen, self._unseen_steps, self._unseen_at = 0.0, 0.0, 1.0
 
     def forget(self, depth: int) -> None:
         """Forget all statistics of drafts, because another source makes them, to this depth."""
@@ -168,6 +181,7 @@ class DraftControl:
             self._tokens = self._tokens * _STEP_DECAY + self._committed / self._least
             self._spent = self._spent * _STEP_DECAY + self._ratio
         speed_up = max(1.0, self._tokens / self._spent)
+        self._choose_confidence(running)
         members = [s for s in running if _is_controlled(s)]
         others = sum(1 + len(s.drafts) + s.window for s in running if not _is_controlled(s))
         # Each row of other sequences counts as a token.
@@ -209,6 +223,28 @@ class DraftControl:
         self._ratio = self._seconds(rows, masks) / self._seconds(least)
         self._price += _PRICE_RATE * (self._price_at(rows, least, speed_up) - self._price)
 
+    def _choose_confidence(self, running: abc.Sequence[Sequence]) -> None:
+        """Let the sequences in `confidence` that have no fixed threshold be without masks in this
+        step, unless a step with masks yields more tokens a second, or it is time to try."""
+        members = [sequence for sequence in running if _follows_in_confidence(sequence)]
+        for sequence in members:
+            sequence.choice = None
+        masks = sum(sequence.window for sequence in members)
+        if not masks:
+            return
+        lowest = min(sequence.threshold for sequence in members)
+        if lowest != self._unseen_at:
+            self._unseen, self._unseen_steps, self._unseen_at = 0.0, 0.0, lowest
+        if self._unseen_steps < _LEAST_TRIES or self._steps % _PROBE_EVERY == 0:
+            return
+        rows = len(running) + sum(len(sequence.drafts) for sequence in running)
+        # Tokens that are committed unseen have their rows in the next step.
+        unseen = (self._unseen / self._unseen_steps - 1) * len(members)
+        seconds = self._seconds(rows + unseen + masks, masks)
+        if 1 + unseen / len(running) < seconds / self._seconds(rows):
+            for sequence in members:
+                sequence.choice = _NOTHING
+
     def _fits(self, least: int, choices: abc.Sequence[Choice]) -> bool:
         rows = [choice.rows for choice in choices]
         return least + sum(rows) <= self.most_rows and max(rows) < self._own_rows
@@ -218,7 +254,7 @@ class DraftControl:
         row_s = (self.cost.seconds(1.5 * rows) - self.cost.seconds(0.5 * rows)) / rows
         return max(_LEAST_PRICE, speed_up * least / self._seconds(least) * row_s)
 
-    def _seconds(self, rows: int, masks: int = 0) -> float:
+    def _seconds(self, rows: float, masks: int = 0) -> float:
         """Seconds of a step of all running sequences with this number of rows, masks included.
 
         Work besides the forward is left out. Part of it grows with the rows too, and the price is
@@ -307,7 +343,11 @@ class DraftControl:
         ]
 
     def observe(self, sequence: Sequence, plan: Plan, outcome: int, committed: int) -> None:
-        """Learn from a step's verification of a sequence's drafts."""
+        """Learn from a sequence's step: from the verification of its drafts, or in `confidence`
+        from what it committed with masks."""
+        if _follows_in_confidence(sequence) and plan.masks:
+            self._unseen = self._unseen * _COUNT_DECAY + committed
+            self._unseen_steps = self._unseen_steps * _COUNT_DECAY + 1
         if not _is_controlled(sequence):
             return
         self._committed += committed
@@ -361,6 +401,12 @@ def _is_controlled(sequence: Sequence) -> bool:
     return isinstance(mode, VerifiedMode) and (
         mode.threshold == 1 or sequence.request.quality is not None
     )
+
+
+def _follows_in_confidence(sequence: Sequence) -> bool:
+    """Whether the sequence commits unseen tokens, by a threshold that is not fixed."""
+    mode = sequence.request.mode
+    return isinstance(mode, ConfidenceMode) and sequence.request.quality is not None
 
 
 def _is_sampled(sequence: Sequence) -> bool:

@@ -236,7 +236,7 @@ class Confidence(Strategy):
         assert isinstance(mode, ConfidenceMode | BlockCachedMode)
         measure = mode.measure
         # A step of plain decoding costs what one of `exact` does, so it measures nothing.
-        wanted = () if sequence.is_plain else (measure,)
+        wanted = () if sequence.is_plain or sequence.choice else (measure,)
         return Plan([], groups, wanted, measure, max(0, review))
 
 

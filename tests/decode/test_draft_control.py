@@ -1,5 +1,7 @@
 """Window control: arithmetic against simulation, extremes of cost, and texts that do not change."""
 
+from dataclasses import replace
+
 import pytest
 from decode import reference
 from decode.models import CARD, pattern, request
@@ -9,11 +11,13 @@ from hypothesis import strategies as st
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.core.step_cost import StepCost, row_counts
+from mars_ray.core.thresholds import Elastic
 from mars_ray.core.tree import Choice, Prospects
 from mars_ray.decode.drafts import DraftControl, DraftStats
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.stats import prompt_pairs
+from mars_ray.decode.strategies import MaskGroup, Plan
 from mars_ray.decode.warm_up import StepTimer
 
 
@@ -281,6 +285,43 @@ def test_load_takes_masks_away():
         rows.append(sequences[0].masks)
     assert rows == sorted(rows, reverse=True)
     assert rows[0] > 0 == rows[-1]
+
+
+@pytest.mark.parametrize(("cost", "pays"), [(FREE, True), (BY_ROW, False)])
+def test_confidence_by_the_set_point_has_masks_only_where_they_pay(model, cost, pays):
+    """Guards a threshold that was lowered under load and made steps dearer than it saved. A request
+    with a fixed threshold has its masks, since its text would change."""
+    masks = {}
+    for name, quality in (("follows", Elastic(0.0)), ("fixed", None)):
+        engine = engine_with(model, cost)
+        engine.thresholds.set_point = 0.3
+        for index in range(3):
+            mode = ConfidenceMode(threshold=0.3)
+            own = request(str(index), pattern(index, 2, 4), mode, max_new_tokens=55, stop=-1)
+            engine.submit(replace(own, quality=quality))
+        counts = []
+        while engine.has_work:
+            engine.step()
+            if engine.running == 3:
+                counts.append(engine.snapshot().windows)
+        masks[name] = set(counts[8:])
+    assert masks["follows"] == ({(4, 4, 4)} if pays else {(0, 0, 0)})
+    assert masks["fixed"] == {(4, 4, 4)}
+
+
+def test_confidence_tries_again_once_the_threshold_has_changed(model):
+    """A lower one may pay where the one before did not."""
+    control = DraftControl(BY_ROW, CARD.block_size, 100)
+    item = replace(request("a", [1, 2], ConfidenceMode()), quality=Elastic(0.0))
+    sequence = Sequence(item, 4, [1, 2])
+    for threshold in (0.9, 0.5):
+        sequence.threshold, masks = threshold, []
+        for _ in range(24):
+            control.choose([sequence])
+            masks.append(sequence.masks)
+            control.observe(sequence, Plan([], (MaskGroup(0, 4),)), 0, committed=1)
+        assert masks == sorted(masks, reverse=True)
+        assert (masks[0], masks[-1]) == (4, 0)
 
 
 def test_there_are_no_masks_behind_the_end(model):
