@@ -119,7 +119,6 @@ class EvaluateJob(Config):
 
     @property
     def directory(self) -> str:
-        """The directory of the results."""
         if self.output_dir is None and isinstance(self.task, FilesTask):
             file = PurePath(self.task.paths[0]).name.partition(".")[0]
             return f"runs/evaluate/{name_of(self.checkpoint)}-{name_of(file)}"
