@@ -90,7 +90,6 @@ class StageObjective:
         return with_own_answers(layout, self.own_from, self.config.anchor_weight or 0.0)
 
     def ar_weight(self, progress: float) -> float:
-        """Weight of the clean stream's mean loss."""
         return ar_weight(self.config, progress) if isinstance(self.config, MarsObjective) else 1.0
 
     def loss(self, means: dict[str, float], progress: float) -> float:
@@ -112,18 +111,6 @@ class StageObjective:
             return (head, row) if self.has_head else (row,)
         clean, noisy = Stream("clean_ce", 0, _CLEAN), Stream("noisy_ce", 1, _NOISY)
         return (clean,) if isinstance(self.config, ArObjective) else (clean, noisy)
-
-    @property
-    def predictors(self) -> tuple[str, ...]:
-        """Metric prefixes of a mask row's predictions; that of the main one is empty."""
-        return ("row_", "") if self.has_head else ("",)
-
-    @property
-    def needs_anchor(self) -> bool:
-        """Whether some rows are anchored to the starting model."""
-        if not isinstance(self.config, MarsObjective) or self.own_from is None:
-            return False
-        return bool(self.config.anchor_weight)
 
     @property
     def acceptance_weight(self) -> float:
