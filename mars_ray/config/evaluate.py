@@ -114,7 +114,7 @@ class EvaluateJob(Config):
 
     @model_validator(mode="after")
     def _can_generate(self) -> Self:
-        check_generation(self.modes, self.max_new_tokens, self.engine)
+        check_generation(self.max_new_tokens, self.engine)
         return self
 
     @property
@@ -149,7 +149,7 @@ class BenchJob(Config):
 
     @model_validator(mode="after")
     def _can_generate(self) -> Self:
-        check_generation(self.modes, self.max_new_tokens, self.engine)
+        check_generation(self.max_new_tokens, self.engine)
         return self
 
 

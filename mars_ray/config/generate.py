@@ -82,10 +82,10 @@ class GenerateJob(Config):
 
     @model_validator(mode="after")
     def _can_generate(self) -> Self:
-        check_generation((self.mode,), self.max_new_tokens, self.engine)
+        check_generation(self.max_new_tokens, self.engine)
         for source in self.prompts:
             if isinstance(source, OwnPrompts):
-                check_generation((), source.max_new_tokens, self.engine)
+                check_generation(source.max_new_tokens, self.engine)
         if self.engine.device == "cuda" and self.gpus_per_worker == 0:
             raise ValueError("gpus_per_worker 0 leaves no GPU for engine.device 'cuda'")
         if self.engine.device == "cpu" and self.gpus_per_worker:

@@ -116,7 +116,7 @@ class Objectives(Config):
 
     @model_validator(mode="after")
     def _can_generate(self) -> Self:
-        check_generation((), self.max_new_tokens, self.engine)
+        check_generation(self.max_new_tokens, self.engine)
         return self
 
 

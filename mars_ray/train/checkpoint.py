@@ -226,7 +226,7 @@ class CheckpointStore:
             copy = self._directory.below(directory.name)
             copy.put(directory, sorted(names), [MANIFEST])
 
-    def download(self, step: int, run_dir: Path) -> Path:
+    def download(self, step: int, run_dir: Path) -> None:
         """Put a copy into a run directory, whole or not at all. Raises CheckpointError."""
         final = directory_of(run_dir, step)
         draft = final.with_name(f".{final.name}.draft")
@@ -237,7 +237,6 @@ class CheckpointStore:
         verify(draft)
         shutil.rmtree(final, ignore_errors=True)
         draft.rename(final)
-        return final
 
     def metric(self, step: int, name: str) -> float | None:
         """A metric that was saved with a checkpoint. Raises CheckpointError."""

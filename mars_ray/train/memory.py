@@ -120,8 +120,8 @@ def estimate(
 
 def check_memory(
     shape: ModelShape, job: TrainJob, stage: StageConfig, row: RowSize, ranks: Ranks
-) -> MemoryEstimate:
-    """The estimate; collective. Raises MemoryShortError on all ranks if one lacks the memory.
+) -> None:
+    """Raises MemoryShortError on all ranks if one lacks the memory; collective.
 
     With `cluster.memory_check` off it never raises.
     """
@@ -142,7 +142,6 @@ def check_memory(
             f"node, but a worker on {where} has {device / _GIB:.2f} GiB free, its node's share "
             f"{node / _GIB:.2f}. {advice(job, stage)}, or set cluster.memory_check=false to try"
         )
-    return needs
 
 
 def advice(job: TrainJob, stage: StageConfig) -> str:

@@ -258,7 +258,7 @@ def train_stage(
     """
     torch.manual_seed(plan.seed + ranks.rank)
     try:
-        restored = _read_checkpoint(plan, ranks, resume_from) if resume_from else None
+        restored = _read_checkpoint(plan, resume_from) if resume_from else None
         parts = _assemble(plan, ranks, resume_from, restored, report)
     except MarsError as error:
         return error
@@ -371,7 +371,7 @@ def make_engine(plan: StagePlan, step: Step, ranks: Ranks, timer: RankTimer) -> 
     return PlainEngine(step, optimizer, ranks, bfloat16=bfloat16, timer=timer)
 
 
-def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainState:
+def _read_checkpoint(plan: StagePlan, directory: Path) -> TrainState:
     checkpoint.verify(directory)
     state = checkpoint.read_state(directory)
     if state.identity != identity_hash(plan.job):
