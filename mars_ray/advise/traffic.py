@@ -33,7 +33,6 @@ _TIMES_PER_TOKEN = (
     "inter_token_latency_seconds",
     "time_per_output_token_seconds",
 )
-_FIRST_TOKEN = "time_to_first_token_seconds"
 _REPLICA = "Replica-"  # before the model's name in our deployments
 _QUANTILES = (0.5, 0.9, 0.99)
 _MINUTE_S = 60
@@ -173,7 +172,7 @@ def measure(server: Prometheus, hours: float, model: str | None, now_s: float) -
 
     requests = by_minute(_ANSWERS, f",{_REFUSED}")
     times = {
-        "ttft_s": histogram(_FIRST_TOKEN),
+        "ttft_s": histogram("time_to_first_token_seconds"),
         "time_per_token_s": next(filter(None, map(histogram, _TIMES_PER_TOKEN)), None),
     }
     known = np.flatnonzero(~np.isnan(requests))

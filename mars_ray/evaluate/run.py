@@ -61,8 +61,6 @@ from mars_ray.provenance import provenance
 PLOT_FILE = "frontier.png"
 ANSWERS_FILE = "answers.jsonl"
 _REFERENCES = "references"
-# Says whether the text of an answer to a problem with a reference is right.
-_Grade = Callable[[Problem, str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class Evaluation:
 class _Work:
     job: EvaluateJob
     problems: list[Problem]
-    grade: _Grade
+    grade: Callable[[Problem, str], bool]  # whether the text answers a problem with a reference
     kept: ResultCache  # what has been measured, by the mode's JSON
     directory: Path
 
@@ -389,12 +387,6 @@ def plot_frontier(frontier: Frontier, path: Path) -> None:
     figure.savefig(path, dpi=1200 / 9)
 
 
-# No tokens/s: masks are forced here, also those that do not pay.
-_COLUMNS = ("mode", "accuracy", "95%", "against exact", "p", "identical", "T/F")
-# Columns for prompts without reference answers; "without loops" omits answers that end in a loop.
-_OWN_COLUMNS = ("mode", "identical", "own tokens", "nll", "T/F", "without loops")
-
-
 def print_table(evaluation: Evaluation, console: Console) -> None:
     frontier = evaluation.frontier
     if frontier.task["type"] == "files":
@@ -403,8 +395,13 @@ def print_table(evaluation: Evaluation, console: Console) -> None:
         return
     table = Table(title=f"{frontier.checkpoint}: {frontier.points[0].problems} problems")
     without_references = frontier.points[0].agreement is not None
-    for index, column in enumerate(_OWN_COLUMNS if without_references else _COLUMNS):
-        table.add_column(column, justify="left" if index == 0 else "right")
+    # No tokens/s: masks are forced here, also those that do not pay.
+    columns = ("accuracy", "95%", "against exact", "p", "identical", "T/F")
+    if without_references:  # "without loops" omits answers that end in a loop
+        columns = ("identical", "own tokens", "nll", "T/F", "without loops")
+    table.add_column("mode")
+    for column in columns:
+        table.add_column(column, justify="right")
     for point in frontier.points:
         if without_references:
             table.add_row(

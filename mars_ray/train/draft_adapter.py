@@ -41,7 +41,6 @@ from mars_ray.train.frozen import GROUPS, FrozenModel
 
 EMBEDDING = "mask_embedding_DH"
 _HEAD = tuple(field.name for field in fields(DraftHead))
-_ALPHA_OVER_RANK = 2.0
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -98,7 +97,7 @@ def draft_card(
     config: DraftAdapterConfig, depths: int, hidden: int, base: str, base_fingerprint: str
 ) -> DraftCard:
     """The card of a new adapter, with the configuration's defaults filled in."""
-    alpha = _ALPHA_OVER_RANK * config.rank if config.alpha is None else config.alpha
+    alpha = 2.0 * config.rank if config.alpha is None else config.alpha
     return DraftCard(
         depths=depths,
         base=base,

@@ -39,7 +39,6 @@ from mars_ray.core.loss import (
 from mars_ray.core.mask_schedule import ar_weight, block_starts, depth_weights, draft_blocks
 from mars_ray.model.forward import hidden_states, output_head
 
-_LAYOUTS = {"compact": compact_layout, "paper": paper_layout}
 _CLEAN, _NOISY = 0, 1
 
 
@@ -83,7 +82,7 @@ class StageObjective:
         starts_BL = block_starts(batch, self.config, progress, self.seed)
         if self.own_from is not None and self.config.noisy_on != "all":
             starts_BL = starts_BL.masked_fill(batch.document_BL < self.own_from, -1)
-        lay_out = _LAYOUTS[self.config.layout]
+        lay_out = paper_layout if self.config.layout == "paper" else compact_layout
         layout = lay_out(batch, starts_BL, depth_weights(self.config), self.mask_token_id)
         if self.own_from is None:
             return layout

@@ -100,7 +100,6 @@ class Outcome:
     replica_s: float
     below_set_point_s: float
     overhead_s: float
-    too_long: int  # requests left out, because the model's context has no room for their prompts
 
     @property
     def ttft_s(self) -> Floats:
@@ -125,7 +124,6 @@ def simulate(fixture: Fixture, policy: Policy) -> Outcome:
 class _Run:
     def __init__(self, fixture: Fixture, policy: Policy) -> None:
         trace = within_context(fixture.trace, fixture.model.max_model_len)
-        self.too_long = len(fixture.trace) - len(trace)
         given = self.fixture = replace(fixture, trace=trace)
         self.policy = policy
         cluster = given.cluster
@@ -248,7 +246,6 @@ class _Run:
             replica_s=spent,
             below_set_point_s=self.lowered_s,
             overhead_s=self.fixture.cluster.overhead_s,
-            too_long=self.too_long,
         )
 
 

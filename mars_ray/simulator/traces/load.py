@@ -332,8 +332,6 @@ class Counts:
         return self.tokens[np.minimum(place, len(self.tokens) - 1)]
 
 
-# Token counts of prompts and outputs, by client.
-TokenCounts = dict[int, tuple[Counts, Counts]]
 # Token counts and their shares, window by window, by client.
 _Shares = dict[int, list[tuple[Ints, Floats]]]
 
@@ -422,8 +420,9 @@ def read_windows(path: str | Path) -> list[Window]:
     return windows
 
 
-def read_lengths(path: str | Path) -> TokenCounts:
-    """The merged token counts, all windows of a client together. Raises DataError."""
+def read_lengths(path: str | Path) -> dict[int, tuple[Counts, Counts]]:
+    """The merged token counts of prompts and outputs by client, all windows of one together. Raises
+    DataError."""
     columns = ("input_tokens", "output_tokens")
     found: tuple[_Shares, _Shares] = (defaultdict(list), defaultdict(list))
     for line, text in enumerate(_lines(path), start=1):
