@@ -177,11 +177,10 @@ def advise(
         for way in several
     }
     made = iter(run_parts(calls, ResultCache(None, ""), workers, console).values())
-    found: list[Found] = [{way: next(made) for way in several} for _ in cases]
-    judged = [
-        Objective(given, each, verdicts(each, given))
-        for given, each in zip(cases, found, strict=True)
-    ]
+    judged = []
+    for given in cases:
+        found: Found = {way: next(made) for way in several}
+        judged.append(Objective(given, found, verdicts(found, given)))
     return Advice(job, trace, model, measured, judged)
 
 
