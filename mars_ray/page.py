@@ -21,7 +21,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 # Okabe and Ito's, which differ also for readers who see few colours.
@@ -64,7 +63,6 @@ def plain(axes: Axes) -> None:
 
 def svg(figure: Figure) -> str:
     """The figure as SVG, without the XML header, which may not stand inside a page."""
-    FigureCanvasSVG(figure)
     text = io.StringIO()
     # The same plot always gets the same internal names, and its text stays text.
     with rc_context({"svg.hashsalt": "mars-ray", "svg.fonttype": "none"}):

@@ -15,14 +15,15 @@ _LIBRARIES = ("torch", "transformers", "ray", "deepspeed")
 
 def provenance() -> dict[str, Any]:
     """Facts as JSON values. Imports nothing heavy; the GPU is named if torch is already loaded."""
+    torch = sys.modules.get("torch")
     return {
         "mars_ray": __version__,
         "commit": _commit(),
         "python": platform.python_version(),
-        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "libraries": {name: version(name) for name in _LIBRARIES},
         "cpu": _cpu(),
         "cores": os.cpu_count(),
-        "gpu": _gpu(),
+        "gpu": torch.cuda.get_device_name(0) if torch and torch.cuda.is_available() else None,
     }
 
 
@@ -43,7 +44,8 @@ def _git(root: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """The installed version of a package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -60,11 +62,6 @@ def _cpu() -> str:
     flags = next((line.split(":", 1)[1].split() for line in lines if "flags" in line), [])
     extensions = [flag for flag in ("avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
     return " ".join([name or platform.machine(), *extensions])
-
-
-def _gpu() -> str | None:
-    torch = sys.modules.get("torch")
-    return torch.cuda.get_device_name(0) if torch and torch.cuda.is_available() else None
 
 
 _CGROUP = Path("/sys/fs/cgroup")

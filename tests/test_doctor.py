@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from importlib import metadata
 
 import pytest
 from typer.testing import CliRunner
@@ -22,7 +23,7 @@ def test_this_machine_is_well():
     done = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["mars-ray"].startswith("0.")
-    assert result["ray"] == doctor.metadata.version("ray")
+    assert result["ray"] == metadata.version("ray")
     if is_available():
         assert "is right" in result["compiled step"]
     for finding in result["problems"]:

@@ -77,7 +77,6 @@ class Way:
 
     @property
     def lossless(self) -> bool:
-        """Whether answers are those of the model."""
         return not self.level.points_lost
 
 
@@ -117,7 +116,6 @@ class Fleets:
 
     @property
     def fixed_hours(self) -> float | None:
-        """Replica-hours of the fleet that stays."""
         return None if self.fixed is None else self.fixed * self.hours
 
 
@@ -161,7 +159,7 @@ def advise(
     """Simulate all fleets. The token is Prometheus's. Raises ConfigError or DataError."""
     model = load_service_model(job.service_model)
     measured = None
-    if job.from_prometheus:
+    if job.source.startswith(("http://", "https://")):
         server = Prometheus(job.source, token)
         measured = measure(server, job.hours or _HOURS, job.model_name, time.time())
         trace = draw(measured, _SEED)
@@ -179,11 +177,10 @@ def advise(
         for way in several
     }
     made = iter(run_parts(calls, ResultCache(None, ""), workers, console).values())
-    found: list[Found] = [{way: next(made) for way in several} for _ in cases]
-    judged = [
-        Objective(given, each, verdicts(each, given))
-        for given, each in zip(cases, found, strict=True)
-    ]
+    judged = []
+    for given in cases:
+        found: Found = {way: next(made) for way in several}
+        judged.append(Objective(given, found, verdicts(found, given)))
     return Advice(job, trace, model, measured, judged)
 
 
@@ -470,7 +467,6 @@ def summary(advice: Advice, page: Path | None) -> dict[str, Any]:
 
 
 def report(advice: Advice) -> str:
-    """The page's HTML."""
     facts = provenance()
     parts: list[Part] = [("text", _head(advice))]
     if advice.measured and advice.measured.latencies:

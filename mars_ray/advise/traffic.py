@@ -10,7 +10,7 @@ import json
 import math
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlencode
@@ -33,7 +33,6 @@ _TIMES_PER_TOKEN = (
     "inter_token_latency_seconds",
     "time_per_output_token_seconds",
 )
-_FIRST_TOKEN = "time_to_first_token_seconds"
 _REPLICA = "Replica-"  # before the model's name in our deployments
 _QUANTILES = (0.5, 0.9, 0.99)
 _MINUTE_S = 60
@@ -121,7 +120,12 @@ class Prometheus:
             with urlopen(request, _TIMEOUT_S) as reply:
                 said = json.load(reply)
         except urllib.error.HTTPError as error:
-            raise DataError(f"{address}: {_refusal(error)}") from None
+            try:
+                words = json.load(error)["error"]  # Prometheus's own
+            except (ValueError, KeyError, TypeError):
+                words = error.reason
+            hint = "; give a token with --token" if error.code in (401, 403) else ""
+            raise DataError(f"{address}: HTTP {error.code}: {words}{hint}") from None
         except json.JSONDecodeError:
             said = None
         except (OSError, ValueError) as error:
@@ -132,16 +136,6 @@ class Prometheus:
         if not isinstance(said, dict) or said.get("status") != "success":
             raise DataError(f"{address}: this is no answer of Prometheus; is the URL its root?")
         return said["data"]
-
-
-def _refusal(error: urllib.error.HTTPError) -> str:
-    """Prometheus's own words if there are some."""
-    try:
-        words = json.load(error)["error"]
-    except (ValueError, KeyError, TypeError):
-        words = error.reason
-    hint = "; give a token with --token" if error.code in (401, 403) else ""
-    return f"HTTP {error.code}: {words}{hint}"
 
 
 def measure(server: Prometheus, hours: float, model: str | None, now_s: float) -> Measured:
@@ -177,6 +171,10 @@ def measure(server: Prometheus, hours: float, model: str | None, now_s: float) -
         return _histogram(server.at(f"sum by (le) ({rose(f'{metric}_bucket', span)})", end_s))
 
     requests = by_minute(_ANSWERS, f",{_REFUSED}")
+    times = {
+        "ttft_s": histogram("time_to_first_token_seconds"),
+        "time_per_token_s": next(filter(None, map(histogram, _TIMES_PER_TOKEN)), None),
+    }
     known = np.flatnonzero(~np.isnan(requests))
     # What was before the service, or after it, is no gap.
     whole = slice(known[0], known[-1] + 1) if len(known) else slice(0, 0)
@@ -191,7 +189,11 @@ def measure(server: Prometheus, hours: float, model: str | None, now_s: float) -
         unknown_minutes=int(np.isnan(requests[whole]).sum()),
         prompt_lengths=histogram("request_prompt_tokens"),
         generation_lengths=histogram("request_generation_tokens"),
-        latencies=_latencies(histogram),
+        latencies={
+            name: {f"p{100 * share:g}": quantile(each, share) for share in _QUANTILES}
+            for name, each in times.items()
+            if each
+        },
     )
     if not found.requests.sum() or not found.generation_tokens.sum():
         raise DataError(f"{name} has answered no request in the last {hours:g} hours")
@@ -239,19 +241,6 @@ def _histogram(rows: list[tuple[dict[str, str], float]]) -> Histogram | None:
     # Extrapolation to the ends of the span may leave a bucket a little above the next one.
     counts = np.maximum(0.0, np.diff(np.maximum.accumulate(cumulated), prepend=0.0))
     return Histogram(bounds, tuple(counts.tolist()))
-
-
-def _latencies(histogram: Callable[[str], Histogram | None]) -> dict[str, dict[str, float]]:
-    """Quantiles of the first token's time and of the time per token, where there are histograms."""
-    times = {
-        "ttft_s": histogram(_FIRST_TOKEN),
-        "time_per_token_s": next(filter(None, map(histogram, _TIMES_PER_TOKEN)), None),
-    }
-    return {
-        name: {f"p{100 * share:g}": quantile(found, share) for share in _QUANTILES}
-        for name, found in times.items()
-        if found
-    }
 
 
 def quantile(histogram: Histogram, share: float) -> float:
@@ -302,20 +291,15 @@ def _means(tokens: Floats, requests: Floats) -> Floats:
 def _lengths(means: Floats, histogram: Histogram | None, rng: np.random.Generator) -> Ints:
     """Token counts with these means."""
     if histogram:
-        spread = _spread(histogram, len(means), rng)
+        high = np.array(histogram.bounds)
+        low = np.concatenate(([0.0], high[:-1]))
+        # Nobody knows how far an open bucket goes.
+        high = np.where(np.isinf(high), np.maximum(1.0, 2 * low), high)
+        share = np.array(histogram.counts) / np.sum(histogram.counts)
+        place = rng.choice(len(share), len(means), p=share)
+        values = low[place] + (high - low)[place] * rng.random(len(means))
+        spread = values / np.dot(share, (low + high) / 2)
     else:  # of mean 1 and standard deviation 1
         variance = np.log(2)
         spread = rng.lognormal(-variance / 2, np.sqrt(variance), len(means))
     return np.maximum(1, np.round(means * spread)).astype(np.int64)
-
-
-def _spread(histogram: Histogram, count: int, rng: np.random.Generator) -> Floats:
-    """Values of the histogram over its mean."""
-    high = np.array(histogram.bounds)
-    low = np.concatenate(([0.0], high[:-1]))
-    # Nobody knows how far an open bucket goes.
-    high = np.where(np.isinf(high), np.maximum(1.0, 2 * low), high)
-    share = np.array(histogram.counts) / np.sum(histogram.counts)
-    place = rng.choice(len(share), count, p=share)
-    values = low[place] + (high - low)[place] * rng.random(count)
-    return values / np.dot(share, (low + high) / 2)

@@ -144,7 +144,6 @@ class AdaptJob(Config):
 
     @property
     def directory(self) -> str:
-        """The directory of all output."""
         return self.output_dir or f"runs/adapt-{self.name}"
 
 

@@ -68,7 +68,6 @@ BadShare = Annotated[float, Field(ge=0, le=1, description="bad rows above this s
 MAX_BAD_SHARE = 0.01
 MODEL_CACHE = "~/.cache/mars-ray/models"
 _PACKAGE = Path(__file__).parents[1]
-_SHIPPED = ("jobs", "adapters")
 
 
 def found(path: str | Path) -> Path:
@@ -77,7 +76,7 @@ def found(path: str | Path) -> Path:
     This makes the commands of the documentation work without a checkout.
     """
     path = Path(path)
-    if len(path.parts) < 2 or path.parts[0] not in _SHIPPED or path.exists():
+    if len(path.parts) < 2 or path.parts[0] not in ("jobs", "adapters") or path.exists():
         return path
     shipped = _PACKAGE / path
     return shipped if shipped.exists() else path

@@ -1,6 +1,5 @@
 """Settings of sampling, and of an engine's size."""
 
-from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -137,7 +136,7 @@ class EngineConfig(Config):
         return self
 
 
-def check_generation(modes: Iterable[Mode], max_new_tokens: int, engine: EngineConfig) -> None:
+def check_generation(max_new_tokens: int, engine: EngineConfig) -> None:
     """Raises ValueError if an engine of this size could not decode a single request."""
     if engine.max_context is not None and max_new_tokens >= engine.max_context:
         raise ValueError(

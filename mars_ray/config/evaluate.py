@@ -114,12 +114,11 @@ class EvaluateJob(Config):
 
     @model_validator(mode="after")
     def _can_generate(self) -> Self:
-        check_generation(self.modes, self.max_new_tokens, self.engine)
+        check_generation(self.max_new_tokens, self.engine)
         return self
 
     @property
     def directory(self) -> str:
-        """The directory of the results."""
         if self.output_dir is None and isinstance(self.task, FilesTask):
             file = PurePath(self.task.paths[0]).name.partition(".")[0]
             return f"runs/evaluate/{name_of(self.checkpoint)}-{name_of(file)}"
@@ -150,7 +149,7 @@ class BenchJob(Config):
 
     @model_validator(mode="after")
     def _can_generate(self) -> Self:
-        check_generation(self.modes, self.max_new_tokens, self.engine)
+        check_generation(self.max_new_tokens, self.engine)
         return self
 
 

@@ -1,6 +1,6 @@
 """A new data source: a model's answers to prompts, some of which it may write itself."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -36,19 +36,16 @@ PromptSource = Annotated[
 ]
 
 
-def _several(value: Any) -> Any:
-    return value if isinstance(value, list | tuple) else (value,)
-
-
 class GenerateJob(Config):
     """Writes JSON lines that a `files` source reads: each prompt with the model's own answer, as
     token ids and as text."""
 
     kind: Literal["generate"] = "generate"
     checkpoint: ModelPath
-    prompts: Annotated[tuple[PromptSource, ...], BeforeValidator(_several)] = Field(
-        min_length=1, description="one source, or several; their rows need no answer"
-    )
+    prompts: Annotated[
+        tuple[PromptSource, ...],
+        BeforeValidator(lambda value: value if isinstance(value, list | tuple) else (value,)),
+    ] = Field(min_length=1, description="one source, or several; their rows need no answer")
     exclude: Annotated[tuple[str, ...], Names("rows")] = Field(
         default=(), description="files whose texts must not be among the prompts: an evaluation's"
     )
@@ -85,10 +82,10 @@ class GenerateJob(Config):
 
     @model_validator(mode="after")
     def _can_generate(self) -> Self:
-        check_generation((self.mode,), self.max_new_tokens, self.engine)
+        check_generation(self.max_new_tokens, self.engine)
         for source in self.prompts:
             if isinstance(source, OwnPrompts):
-                check_generation((), source.max_new_tokens, self.engine)
+                check_generation(source.max_new_tokens, self.engine)
         if self.engine.device == "cuda" and self.gpus_per_worker == 0:
             raise ValueError("gpus_per_worker 0 leaves no GPU for engine.device 'cuda'")
         if self.engine.device == "cpu" and self.gpus_per_worker:

@@ -95,7 +95,11 @@ def _apply(table: dict[str, Any], override: str) -> None:
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError(f"override {override!r}: write it as key.subkey=value")
-    put_value(table, keys, _value(text.strip()), f"override {override!r}")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    put_value(table, keys, value, f"override {override!r}")
 
 
 def put_value(table: dict[str, Any], keys: Sequence[str], value: Any, source: str) -> None:
@@ -106,13 +110,6 @@ def put_value(table: dict[str, Any], keys: Sequence[str], value: Any, source: st
         if not isinstance(here, dict):
             raise ConfigError(f"{source}: {key!r} is a value, not a table")
     here[keys[-1]] = value
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def explain(error: ValidationError, source: str, job: type[Config]) -> str:

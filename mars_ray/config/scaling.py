@@ -97,8 +97,3 @@ class AdviseJob(Config):
     )
     cold_start_s: float = Field(default=100.0, ge=0)
     max_replicas: int = Field(default=64, ge=1, description="no larger fleet is tried")
-
-    @property
-    def from_prometheus(self) -> bool:
-        """Whether the source is a server."""
-        return self.source.startswith(("http://", "https://"))

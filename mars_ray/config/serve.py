@@ -160,7 +160,6 @@ class ServedModel(Config):
 
     @property
     def most_replicas(self) -> int:
-        """Most replicas that the model may have."""
         return self.scaling.max_replicas if self.replicas == "auto" else self.replicas
 
     @property

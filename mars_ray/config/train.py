@@ -386,7 +386,6 @@ class BestCheckpoint(Config):
 
     @property
     def wants_highest(self) -> bool:
-        """Whether more of the metric is better."""
         if self.mode is None:
             return self.metric.startswith(("eval_tokens_per_forward", "eval_acceptance_"))
         return self.mode == "max"

@@ -116,7 +116,7 @@ class Objectives(Config):
 
     @model_validator(mode="after")
     def _can_generate(self) -> Self:
-        check_generation((), self.max_new_tokens, self.engine)
+        check_generation(self.max_new_tokens, self.engine)
         return self
 
 
@@ -152,7 +152,6 @@ class TuneJob(Config):
 
     @property
     def stage(self) -> StageConfig:
-        """The section of the stage that is tried."""
         return self.train.stages[self.stage_name]
 
     @model_validator(mode="after")
@@ -167,17 +166,11 @@ class TuneJob(Config):
         for key in self.space:
             if not key.startswith(TUNABLE):
                 raise ValueError(f"space.{key}: a key must begin with {' or '.join(TUNABLE)}")
-        self._comparisons_are_evaluated(where)
-        return self
-
-    def _comparisons_are_evaluated(self, where: str) -> None:
-        """Raises ValueError if the scheduler would never act."""
         scheduler, steps, every = self.scheduler, self.stage.steps, self.stage.eval_every_steps
         if isinstance(scheduler, NoScheduler):
-            return
+            return self
         if every is None:
             raise ValueError(f"{where}.eval_every_steps is missing: {scheduler.type} needs it")
-        assert steps is not None
         # The last evaluation does not count: the trial ends there in any case.
         last = (steps - 1) // every * every
         if scheduler.grace_steps > last:
@@ -186,3 +179,4 @@ class TuneJob(Config):
                 f"{steps} steps, eval_every_steps {every}, and so its last comparison at {last}; "
                 "lower one of these, or use scheduler none"
             )
+        return self

@@ -53,6 +53,15 @@ _FIXED = (
 )
 
 
+MasksByRunning = Annotated[
+    tuple[tuple[PositiveInt, NonNegativeInt], ...],
+    Field(
+        description="pairs (n, masks): with n or more requests running, each has so many masks; "
+        "default: as many as pay, by the seconds of steps and the drafts accepted"
+    ),
+]
+
+
 class VllmConfig(Config):
     """vLLM's engine in a replica (docs/how-to/vllm.md). `args` takes its other arguments."""
 
@@ -83,11 +92,7 @@ class VllmConfig(Config):
         description="masks of a request in a step; default: as many as the checkpoint or its "
         "adapter was trained for. A number leaves room for an adapter that comes later",
     )
-    masks_by_running: tuple[tuple[PositiveInt, NonNegativeInt], ...] = Field(
-        default=(),
-        description="pairs (n, masks): with n or more requests running, each has so many masks; "
-        "default: as many as pay, by the seconds of steps and the drafts accepted",
-    )
+    masks_by_running: MasksByRunning = ()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: str | None = Field(default=None, description="as vLLM names it, such as 'fp8'")
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs that share each layer")
@@ -194,25 +199,22 @@ ServedEngine = Annotated[
 class VllmMarsRequest(Config):
     """What a request may say: `SamplingParams(extra_args={"mars": {...}})`."""
 
-    threshold: Annotated[
-        float | None,
-        Field(ge=0, le=1, description="in place of the engine's; 1 is lossless"),
-    ] = None
-    budget: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            le=1,
-            description="in place of a threshold: share of the answer's tokens that may differ "
-            "from plain decoding",
-        ),
-    ] = None
-    floor: Annotated[
-        float, Field(ge=0, le=1, description="lowest of the engine's thresholds that it follows")
-    ] = 0.0
-    drafts: Annotated[
-        bool, Field(description="false: plain decoding, a token for each forward")
-    ] = True
+    threshold: float | None = Field(
+        default=None, ge=0, le=1, description="in place of the engine's; 1 is lossless"
+    )
+    budget: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="in place of a threshold: share of the answer's tokens that may differ from "
+        "plain decoding",
+    )
+    floor: float = Field(
+        default=0.0, ge=0, le=1, description="lowest of the engine's thresholds that it follows"
+    )
+    drafts: bool = Field(
+        default=True, description="false: plain decoding, a token for each forward"
+    )
 
     @model_validator(mode="after")
     def _one_rule(self) -> "VllmMarsRequest":
@@ -224,30 +226,19 @@ class VllmMarsRequest(Config):
 class VllmMars(Config):
     """MARS decoding by the plug-in: `vllm serve ... --additional-config '{"mars": {...}}'`."""
 
-    adapter: Annotated[
-        str | None,
-        Field(description="directory of a draft adapter; none for a model with mars.json"),
-    ] = None
-    adapters_change: Annotated[
-        bool,
-        Field(
-            description="adapters may come, change and go while the engine runs; not with CUDA "
-            "graphs, which keep what they were recorded with"
-        ),
-    ] = False
-    masks_by_running: Annotated[
-        tuple[tuple[PositiveInt, NonNegativeInt], ...],
-        Field(
-            description="pairs (n, masks): with n or more requests running, each has so many masks;"
-            " default: as many as pay, by the seconds of steps and the drafts accepted"
-        ),
-    ] = ()
-    threshold: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=1,
-            description="drafts are accepted down to this share of the likeliest token's"
-            " probability; 1 is lossless",
-        ),
-    ] = 1.0
+    adapter: str | None = Field(
+        default=None, description="directory of a draft adapter; none for a model with mars.json"
+    )
+    adapters_change: bool = Field(
+        default=False,
+        description="adapters may come, change and go while the engine runs; not with CUDA "
+        "graphs, which keep what they were recorded with",
+    )
+    masks_by_running: MasksByRunning = ()
+    threshold: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="drafts are accepted down to this share of the likeliest token's probability; "
+        "1 is lossless",
+    )

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
@@ -48,19 +50,17 @@ from mars_ray.evaluate.answers import (
     score_references,
     write_report,
 )
-from mars_ray.evaluate.plots import plot_frontier
 from mars_ray.evaluate.tasks import Problem, is_correct, problems_of, prompts_of
 from mars_ray.files import ResultCache, check_writable, replaced, sole_writer, write_whole
 from mars_ray.model.directory import read_card
 from mars_ray.model.load import load_tokenizer, stop_ids
+from mars_ray.page import plain
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 
 PLOT_FILE = "frontier.png"
 ANSWERS_FILE = "answers.jsonl"
 _REFERENCES = "references"
-# Says whether the text of an answer to a problem with a reference is right.
-_Grade = Callable[[Problem, str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Evaluation:
 class _Work:
     job: EvaluateJob
     problems: list[Problem]
-    grade: _Grade
+    grade: Callable[[Problem, str], bool]  # whether the text answers a problem with a reference
     kept: ResultCache  # what has been measured, by the mode's JSON
     directory: Path
 
@@ -150,6 +150,16 @@ def _measured(work: _Work, console: Console) -> Frontier:
         if isinstance(job.task, FilesTask):
             check_room(job, config.context, problems, prompts)
         reference_nll = _reference_nll(work, prompts, tokenizer, bars)
+
+        def so_far() -> Frontier:
+            return Frontier(
+                checkpoint=Path(job.checkpoint).name,
+                task=job.task.model_dump(mode="json"),
+                points=tuple(_point(result, results[0], problems) for result in results),
+                provenance=provenance() | {"job": job.model_dump(mode="json")},
+                reference_nll=reference_nll,
+            )
+
         engine, _ = load_engine(job.checkpoint, config)
         bars.say(str(engine.info))
         logprobs = 0 if isinstance(job.task, PromptsTask | FilesTask) else None
@@ -174,8 +184,8 @@ def _measured(work: _Work, console: Console) -> Frontier:
             advance = partial(bars.advance, task)
             results.append(_measure(engine, tokenizer, mode, work, requests, advance))
             if not keeps or len(results) == len(modes):
-                _write(work, _frontier(work, results, reference_nll), results)
-    return _frontier(work, results, reference_nll)
+                _write(work, so_far(), results)
+    return so_far()
 
 
 def _reference_nll(
@@ -194,16 +204,6 @@ def _reference_nll(
         work.kept[_REFERENCES] = scored
     scored = work.kept[_REFERENCES]
     return sum(nll for _, nll in scored) / sum(n for n, _ in scored) if scored else None
-
-
-def _frontier(work: _Work, results: list[ModeAnswers], reference_nll: float | None) -> Frontier:
-    return Frontier(
-        checkpoint=Path(work.job.checkpoint).name,
-        task=work.job.task.model_dump(mode="json"),
-        points=tuple(_point(result, results[0], work.problems) for result in results),
-        provenance=provenance() | {"job": work.job.model_dump(mode="json")},
-        reference_nll=reference_nll,
-    )
 
 
 def _measure(
@@ -333,14 +333,61 @@ def _answer_rows(
         yield row
 
 
-# No tokens/s: masks are forced here, also those that do not pay.
-_COLUMNS = ("mode", "accuracy", "95%", "against exact", "p", "identical", "T/F")
-# Columns for prompts without reference answers; "without loops" omits answers that end in a loop.
-_OWN_COLUMNS = ("mode", "identical", "own tokens", "nll", "T/F", "without loops")
+# Colours of Okabe and Ito's palette, which colour-blind readers can tell apart.
+_STYLE = {
+    "exact": ("#000000", "s"),
+    "verified": ("#0072B2", "o"),
+    "confidence": ("#D55E00", "^"),
+    "block_cached": ("#009E73", "v"),
+    "jacobi": ("#CC79A7", "D"),
+}
+
+
+def plot_frontier(frontier: Frontier, path: Path) -> None:
+    """Draw one curve per mode, thresholds as labels, 95% intervals as bars; 1200 x 800 pixels."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.add_subplot()
+    exact = frontier.points[0]
+    axes.axhspan(exact.accuracy_low, exact.accuracy_high, color="#000000", alpha=0.06, lw=0)
+    axes.axhline(exact.accuracy, color="#000000", lw=0.8, ls=":")
+    ordered = sorted(frontier.points, key=lambda p: (p.mode["type"], -(p.threshold or 0)))
+    for mode, each in groupby(ordered, key=lambda point: point.mode["type"]):
+        points, (colour, marker) = list(each), _STYLE[mode]
+        axes.errorbar(
+            [point.tokens_per_forward for point in points],
+            [point.accuracy for point in points],
+            yerr=[
+                [point.accuracy - point.accuracy_low for point in points],
+                [point.accuracy_high - point.accuracy for point in points],
+            ],
+            label=mode,
+            color=colour,
+            marker=marker,
+            ms=6,
+            lw=1.5,
+            elinewidth=0.8,
+            capsize=2,
+        )
+        for point in points:
+            if point.threshold is not None:
+                axes.annotate(
+                    f"{point.threshold:g}",
+                    (point.tokens_per_forward, point.accuracy),
+                    xytext=(5, 6),
+                    textcoords="offset points",
+                    fontsize=9,
+                    color=colour,
+                )
+    axes.set_xlabel("tokens per forward pass")
+    axes.set_ylabel("accuracy" if exact.has_references else "answers identical to exact's")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_title(f"Speed and quality of {frontier.checkpoint}, {exact.problems} problems")
+    plain(axes)
+    axes.legend(frameon=False, loc="lower left")
+    figure.savefig(path, dpi=1200 / 9)
 
 
 def print_table(evaluation: Evaluation, console: Console) -> None:
-    """Print one line for each mode."""
     frontier = evaluation.frontier
     if frontier.task["type"] == "files":
         console.print(files_table(frontier))
@@ -348,35 +395,35 @@ def print_table(evaluation: Evaluation, console: Console) -> None:
         return
     table = Table(title=f"{frontier.checkpoint}: {frontier.points[0].problems} problems")
     without_references = frontier.points[0].agreement is not None
-    for index, column in enumerate(_OWN_COLUMNS if without_references else _COLUMNS):
-        table.add_column(column, justify="left" if index == 0 else "right")
+    # No tokens/s: masks are forced here, also those that do not pay.
+    columns = ("accuracy", "95%", "against exact", "p", "identical", "T/F")
+    if without_references:  # "without loops" omits answers that end in a loop
+        columns = ("identical", "own tokens", "nll", "T/F", "without loops")
+    table.add_column("mode")
+    for column in columns:
+        table.add_column(column, justify="right")
     for point in frontier.points:
-        table.add_row(*(_own_cells(point) if without_references else _cells(point)))
+        if without_references:
+            table.add_row(
+                point.label,
+                f"{point.identical:.1%}",
+                f"{point.agreement:.2%}",
+                "-" if point.nll is None else f"{point.nll:.3f}",
+                f"{point.tokens_per_forward:.2f}",
+                "-" if point.without_loops is None else f"{point.without_loops:.2f}",
+            )
+        else:
+            table.add_row(
+                point.label,
+                f"{point.accuracy:.1%}",
+                f"{point.accuracy_low:.1%} .. {point.accuracy_high:.1%}",
+                f"{point.difference:+.1%}",
+                f"{point.p_value:.2f}",
+                f"{point.identical:.1%}",
+                f"{point.tokens_per_forward:.2f}",
+            )
     console.print(table)
     console.print(f"plot: {evaluation.plot}", soft_wrap=True)
-
-
-def _cells(point: FrontierPoint) -> tuple[str, ...]:
-    return (
-        point.label,
-        f"{point.accuracy:.1%}",
-        f"{point.accuracy_low:.1%} .. {point.accuracy_high:.1%}",
-        f"{point.difference:+.1%}",
-        f"{point.p_value:.2f}",
-        f"{point.identical:.1%}",
-        f"{point.tokens_per_forward:.2f}",
-    )
-
-
-def _own_cells(point: FrontierPoint) -> tuple[str, ...]:
-    return (
-        point.label,
-        f"{point.identical:.1%}",
-        f"{point.agreement:.2%}",
-        "-" if point.nll is None else f"{point.nll:.3f}",
-        f"{point.tokens_per_forward:.2f}",
-        "-" if point.without_loops is None else f"{point.without_loops:.2f}",
-    )
 
 
 def summary(evaluation: Evaluation) -> dict[str, Any]:
@@ -386,17 +433,19 @@ def summary(evaluation: Evaluation) -> dict[str, Any]:
     if frontier.task["type"] == "files":
         told |= {"report": str(evaluation.directory / REPORT_FILE)}
         told |= {"reference_nll": frontier.reference_nll}
-    return told | {"points": {point.label: _told(point) for point in frontier.points}}
-
-
-def _told(point: FrontierPoint) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "accuracy": point.accuracy,
-        "tokens_per_forward": point.tokens_per_forward,
-        "identical": point.identical,
-    }
-    if point.graded is not None:
-        told["accuracy"] = point.accuracy if point.has_references else None
-        told |= {"graded": point.graded, "nll": point.nll, "own_tokens": point.agreement}
-        told |= {"first_difference": point.first_difference}
-    return told
+    points: dict[str, dict[str, Any]] = {}
+    for point in frontier.points:
+        points[point.label] = {
+            "accuracy": point.accuracy,
+            "tokens_per_forward": point.tokens_per_forward,
+            "identical": point.identical,
+        }
+        if point.graded is not None:
+            points[point.label] |= {
+                "accuracy": point.accuracy if point.has_references else None,
+                "graded": point.graded,
+                "nll": point.nll,
+                "own_tokens": point.agreement,
+                "first_difference": point.first_difference,
+            }
+    return told | {"points": points}

@@ -4,8 +4,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -105,14 +104,17 @@ def _regex(pattern: re.Pattern[str]) -> Grader:
 
 def _function(name: str) -> Grader:
     module, _, function = name.partition(":")
+    # Commands do not have the working directory on their path.
+    sys.path.insert(0, str(Path.cwd()))
     try:
-        with _working_directory():
-            found = importlib.import_module(module)
+        found = importlib.import_module(module)
     except Exception as error:
         raise ConfigError(
             f"task.grade.function {name}: module {module} cannot be imported from "
             f"{Path.cwd()}: {type(error).__name__}: {error}"
         ) from error
+    finally:
+        sys.path.pop(0)
     if not callable(called := vars(found).get(function)):
         raise ConfigError(f"task.grade.function {name}: {module} has no function {function}")
 
@@ -130,16 +132,6 @@ def _function(name: str) -> Grader:
         )
 
     return grade
-
-
-@contextmanager
-def _working_directory() -> Iterator[None]:
-    """Lets modules of the working directory be imported: commands do not have it on their path."""
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        yield
-    finally:
-        sys.path.pop(0)
 
 
 FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
@@ -171,12 +163,6 @@ def is_correct(problem: Problem, text: str) -> bool:
     return bool(found) and _number(found[-1]) == _number(problem.answer)
 
 
-def final_answer(solution: str) -> str | None:
-    """The number after `####` in a reference solution."""
-    found = FINAL_ANSWER.findall(solution)
-    return found[-1] if found else None
-
-
 def _number(text: str) -> float:
     return float(text.replace(",", ""))
 
@@ -195,21 +181,20 @@ def gsm8k_problems(task: Gsm8kTask) -> list[Problem]:
             lines = list(islice(written, task.count))
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
-    return [_problem(line, f"{path}:{number}") for number, line in lines]
-
-
-def _problem(line: str, origin: str) -> Problem:
-    try:
-        row = json.loads(line)
-        answer = final_answer(row["answer"])
-        question = row["question"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{origin}: not a GSM8K problem: {error!r}") from None
-    if not isinstance(question, str):
-        raise DataError(f"{origin}: the question is no text")
-    if answer is None:
-        raise DataError(f"{origin}: the solution has no '#### number'")
-    return Problem(question, answer)
+    problems = []
+    for number, line in lines:
+        try:
+            row = json.loads(line)
+            answers = FINAL_ANSWER.findall(row["answer"])
+            question = row["question"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}:{number}: not a GSM8K problem: {error!r}") from None
+        if not isinstance(question, str):
+            raise DataError(f"{path}:{number}: the question is no text")
+        if not answers:
+            raise DataError(f"{path}:{number}: the solution has no '#### number'")
+        problems.append(Problem(question, answers[-1]))
+    return problems
 
 
 def _prompts(source: FilesSource, kind: str | None = None) -> list[Problem]:

@@ -98,7 +98,9 @@ class RayEngines:
         needed = {"CPU": job.cpus_per_worker, "GPU": self._gpus}
         most = room(nodes, needed)
         if not self._gpus:
-            needed |= {"memory": _memory_bytes(job)}
+            directory = Path(job.checkpoint)
+            stored = sum((directory / name).stat().st_size for name in weight_files(directory))
+            needed |= {"memory": stored * _WEIGHTS_FACTOR + _PROCESS_BYTES}
         count = min(job.workers or max(1, room(nodes, needed)), requests)
         if count <= len(self._actors):
             return
@@ -127,7 +129,6 @@ class RayEngines:
         return actor
 
     def _hand_out(self, waiting: deque[Request]) -> None:
-        """Gives requests to the idle engines."""
         ready = [actor for actor in self._actors if actor.ready]
         if self._ready_since is None:
             return
@@ -206,10 +207,3 @@ def room(nodes: Iterable[dict[str, float]], needed: dict[str, float]) -> int:
         min(int(node.get(name, 0) / amount + 1e-9) for name, amount in wanted.items())
         for node in nodes
     )
-
-
-def _memory_bytes(job: GenerateJob) -> float:
-    """Estimate of the memory that an engine on CPUs takes."""
-    directory = Path(job.checkpoint)
-    stored = sum((directory / name).stat().st_size for name in weight_files(directory))
-    return stored * _WEIGHTS_FACTOR + _PROCESS_BYTES

@@ -34,7 +34,6 @@ class Prompt:
 
     @property
     def is_own(self) -> bool:
-        """Whether the model has written it."""
         return self.origin.startswith(OWN_ORIGIN)
 
 

@@ -238,20 +238,17 @@ class _Generation:
         self._excluded = excluded_keys(job.exclude)
         self._asked = read_sources(job, encoder, self._excluded)
         self._made_from = _made_from(job, self._asked, self._excluded)
-        engine = with_room(job.engine, job.checkpoint, self._needed(job))
-        self._job = job.model_copy(update={"engine": engine})
-
-    def _needed(self, job: GenerateJob) -> int:
-        """Tokens of the longest prompt and its answer, of own prompts at most."""
-        prompts = [len(prompt.ids) for prompt in self._asked.prompts]
+        # The longest prompt; of own prompts at most.
+        lengths = [len(prompt.ids) for prompt in self._asked.prompts]
         for place, turn in self._turns.items():
             source = job.prompts[place]
             assert isinstance(source, OwnPrompts)
-            prompts.append(len(turn.before) + source.max_new_tokens + _TEMPLATE_TOKENS)
-        return max(prompts, default=0) + job.max_new_tokens
+            lengths.append(len(turn.before) + source.max_new_tokens + _TEMPLATE_TOKENS)
+        needed = max(lengths, default=0) + job.max_new_tokens
+        engine = with_room(job.engine, job.checkpoint, needed)
+        self._job = job.model_copy(update={"engine": engine})
 
     def run(self, output: Path, console: Console, connect: Connect) -> Generated:
-        """Does the remaining work."""
         done = output.with_suffix(".json")
         part_file = output.with_name(f"{output.name}.part")
         # The part is deleted last: while it exists, the other files belong to this command.
@@ -403,10 +400,18 @@ class _Generation:
     ) -> bool:
         """Answers the prompts that have no answer yet, until the minutes are over. Returns whether
         they are; requests in progress are then dropped with the engines."""
-        requests = list(self._requests(prompts, part))
+        job, requests = self._job, list[Request]()
+        for number, prompt in enumerate(prompts):
+            if number in part.answers or not has_room(prompt, job):
+                continue
+            # With one seed for all, the same noise would favour the same tokens at each position.
+            seed = (job.sampling.seed + number + 2**63) % 2**64 - 2**63
+            sampling = job.sampling.model_copy(update={"seed": seed})
+            ids, limit = tuple(prompt.ids.tolist()), job.max_new_tokens
+            requests.append(Request(str(number), ids, job.mode, sampling, limit, frozenset()))
         known = len(prompts) - len(requests)
         counts.tell("answers", known, len(prompts))
-        if self._job.minutes is not None:
+        if job.minutes is not None:
             # In random order, so that all sources get equal shares however far it gets.
             requests.sort(key=lambda request: hashlib.sha256(request.id.encode()).digest())
         for completions in _decode(requests, 1.0, clock, engines):
@@ -421,18 +426,6 @@ class _Generation:
             if time.monotonic() > clock.until(1.0) and len(part.answers) >= LEAST:
                 return True
         return False
-
-    def _requests(self, prompts: Sequence[Prompt], part: Part) -> Iterator[Request]:
-        """Requests of those prompts that have no answer yet and room for one."""
-        job = self._job
-        for number, prompt in enumerate(prompts):
-            if number in part.answers or not has_room(prompt, job):
-                continue
-            # With one seed for all, the same noise would favour the same tokens at each position.
-            seed = (job.sampling.seed + number + 2**63) % 2**64 - 2**63
-            sampling = job.sampling.model_copy(update={"seed": seed})
-            ids = tuple(prompt.ids.tolist())
-            yield Request(str(number), ids, job.mode, sampling, job.max_new_tokens, frozenset())
 
 
 def _decode(

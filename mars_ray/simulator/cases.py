@@ -66,7 +66,6 @@ class Case:
 
     @property
     def slo(self) -> Slo:
-        """What is owed to a request."""
         return self.config.slo
 
     def need(self, level: Level) -> float:
@@ -189,14 +188,14 @@ def _in_processes(
 def _let_die() -> None:
     """Let a worker die without a traceback on Ctrl-C, and whenever the command ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 OURS: PolicyName = "mars"
@@ -239,7 +238,6 @@ class Fixed:
         self._decision = Decision(replicas, threshold, 0.0, "fixed", State())
 
     def __call__(self, sample: Sample, now: float) -> Decision:
-        """The same decision at every tick."""
         return self._decision
 
 

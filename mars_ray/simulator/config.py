@@ -27,11 +27,8 @@ class _Source(Config):
     start_s: float = Field(default=0.0, ge=0, description="what comes before is left out")
 
 
-class _Whole(_Source):
+class _Recorded(_Source):
     duration_s: float | None = Field(default=None, gt=0, description="default: to the end")
-
-
-class _Recorded(_Whole):
     resample: bool = Field(
         default=True,
         description="seeds other than 0 draw sessions, or bursts, from the record; without it "
@@ -90,13 +87,14 @@ class Lengths(Config):
     limit: int = Field(default=8192, ge=1)
 
 
-class RampTrace(_Whole):
+class RampTrace(_Source):
     """Poisson arrivals in stages of different rates; the defaults are llm-d's benchmark.
 
     It has stages of 2, 4, 6, 8, 10, 4, 1 requests/s over 42 minutes, with 4,000 tokens in and 1,000
     out (github.com/llm-d/llm-d-autoscaling, docs/developer-guide/epp-saturation-benchmark.md).
     """
 
+    duration_s: float | None = Field(default=None, gt=0, description="default: to the end")
     type: Literal["ramp"] = "ramp"
     rates_rps: tuple[NonNegativeFloat, ...] = Field(default=(2, 4, 6, 8, 10, 4, 1), min_length=1)
     stage_s: float = Field(default=360, gt=0)

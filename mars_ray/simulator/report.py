@@ -108,7 +108,6 @@ def work_of(job: Simulation, model: ServiceModel, where: dict[str, Any], chosen:
 
 
 def figures_of(outcome: Outcome, case: Case) -> dict[str, Any]:
-    """What is kept of a run."""
     summary = summarise(outcome, case.slo, case.accuracy)
     summary["in_time"] = round(summary["attainment"] * summary["requests"])
     return {name: summary[name] for name in FIGURES}
@@ -127,8 +126,6 @@ def thinned(timeline: Timeline) -> dict[str, list[float]]:
 
 
 def means(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Means over seeds, with their intervals."""
-
     def short(value: float | None) -> float | None:
         """Six digits, which keep a result of thousands of rows small."""
         return None if value is None else float(f"{value:.6g}")
@@ -195,7 +192,6 @@ def write_report(result: dict[str, Any], folder: Path) -> None:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The page's HTML."""
     job, facts = result["job"], result["provenance"]
     policies = [
         (policy, f"{attained} of {cells}", *_numbers(attained, over, points))

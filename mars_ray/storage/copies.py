@@ -100,18 +100,39 @@ class Directory:
 
     def get(self, files: Sequence[StoredFile], local: Path) -> None:
         """Copies files into a local directory. Raises OSError if one arrives incomplete."""
+
+        def copy(file: StoredFile) -> None:
+            target = local / file.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source = f"{self.root}/{file.name}"
+            copy_files(source, str(target), self.filesystem, _LOCAL, chunk_size=_CHUNK_BYTES)
+            if (size := target.stat().st_size) != file.size:
+                raise OSError(f"{file.name} came with {size} of {file.size} bytes; start again")
+
         with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
-            list(pool.map(lambda file: self._get(file, local), files))
+            list(pool.map(copy, files))
 
     def put(self, local: Path, names: Sequence[str], last: Sequence[str] = ()) -> None:
         """Copies files of a local directory: `names` in any order, then `last` in order.
 
         A file that arrives incomplete is deleted again, and raises OSError.
         """
+
+        def copy(name: str) -> None:
+            target = f"{self.root}/{name}"
+            self._make(name.rpartition("/")[0])
+            copy_files(str(local / name), target, _LOCAL, self.filesystem, chunk_size=_CHUNK_BYTES)
+            written = self.filesystem.get_file_info(target).size
+            if written != (local / name).stat().st_size:
+                # A last file that stays would mark the others as complete.
+                with suppress(OSError):
+                    self.filesystem.delete_file(target)
+                raise OSError(f"{name} arrived with {written} bytes")
+
         with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
-            list(pool.map(lambda name: self._put(local, name), names))
+            list(pool.map(copy, names))
         for name in last:
-            self._put(local, name)
+            copy(name)
 
     def delete(self, first: str) -> None:
         """Deletes the file `first`, then everything else."""
@@ -131,25 +152,6 @@ class Directory:
     def _make(self, name: str) -> None:
         if self._has_directories:
             self.filesystem.create_dir(f"{self.root}/{name}".rstrip("/"))
-
-    def _get(self, file: StoredFile, local: Path) -> None:
-        target = local / file.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        source = f"{self.root}/{file.name}"
-        copy_files(source, str(target), self.filesystem, _LOCAL, chunk_size=_CHUNK_BYTES)
-        if (size := target.stat().st_size) != file.size:
-            raise OSError(f"{file.name} came with {size} of {file.size} bytes; start again")
-
-    def _put(self, local: Path, name: str) -> None:
-        target = f"{self.root}/{name}"
-        self._make(name.rpartition("/")[0])
-        copy_files(str(local / name), target, _LOCAL, self.filesystem, chunk_size=_CHUNK_BYTES)
-        written = self.filesystem.get_file_info(target).size
-        if written != (local / name).stat().st_size:
-            # A last file that stays would mark the others as complete.
-            with suppress(OSError):
-                self.filesystem.delete_file(target)
-            raise OSError(f"{name} arrived with {written} bytes")
 
 
 # Files that a model or adapter needs. Excludes *.bin and *.pt, which can run code, and source code.
@@ -247,8 +249,19 @@ def _cached(uri: str, cache: Path, check: Check) -> Path:
     digest = hashlib.sha256(listed.encode()).hexdigest()[:_DIGEST_CHARS]
     directory = cache / f"{name}-{digest}"
     with FileLock(f"{directory}.lock", fallback_to_soft=False):
-        if not directory.exists():
-            _download(uri, store, files, directory, check)
+        if directory.exists():
+            return directory
+        partial = directory.with_name(f"{directory.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        total = sum(file.size for file in files)
+        logger.info("fetching %s: %d files, %d bytes", shown(uri), len(files), total)
+        _fetch(store, files, partial, uri)
+        # An upload during the fetch could have mixed files of two versions.
+        if _listing(uri)[1] != files:
+            raise ModelError(f"{shown(uri)} was changed while it was fetched; start again")
+        check(partial, shown(uri))
+        os.replace(partial, directory)
     return directory
 
 
@@ -257,22 +270,6 @@ def _listing(uri: str) -> tuple[Directory, list[StoredFile]]:
     with explained(ModelError, "read", uri):
         store = Directory.at(uri)
         return store, wanted(store)
-
-
-def _download(
-    uri: str, store: Directory, files: list[StoredFile], directory: Path, check: Check
-) -> None:
-    partial = directory.with_name(f"{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    total = sum(file.size for file in files)
-    logger.info("fetching %s: %d files, %d bytes", shown(uri), len(files), total)
-    _fetch(store, files, partial, uri)
-    # An upload during the fetch could have mixed files of two versions.
-    if _listing(uri)[1] != files:
-        raise ModelError(f"{shown(uri)} was changed while it was fetched; start again")
-    check(partial, shown(uri))
-    os.replace(partial, directory)
 
 
 def _fetch(store: Directory, files: list[StoredFile], local: Path, uri: str) -> None:

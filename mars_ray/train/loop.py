@@ -6,10 +6,10 @@ blocks, those of the schedule's end, so that evaluations can be compared.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from mars_ray.core.acceptance import acceptance_counts, expected_tokens_per_forward, survival
 from mars_ray.core.layout import TokenBatch
 from mars_ray.core.loss import loss_counts, row_coefficients
-from mars_ray.data.loader import LoaderState
+from mars_ray.data.loader import Loader
 from mars_ray.errors import NonFiniteLossError
 from mars_ray.model.load import not_finite, stored_weights
 from mars_ray.train import checkpoint
@@ -40,14 +40,6 @@ _EVAL_PROGRESS = 1.0
 Report = Callable[[Path, dict[str, float]], None]
 
 
-class Batches(Protocol):
-    """The data loader as the loop sees it; an item is this rank's share of one step."""
-
-    def __iter__(self) -> Iterator[list[TokenBatch]]: ...
-
-    def state(self) -> LoaderState: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StageOutcome:
     """The end of a stage, the same on every rank: finished, or stopped before its last step."""
@@ -60,7 +52,6 @@ class StageOutcome:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do."""
         return self.step == self.total_steps
 
 
@@ -72,7 +63,7 @@ class StageParts:
     ranks: Ranks
     engine: Engine
     objective: StageObjective
-    loader: Batches
+    loader: Loader  # an item is this rank's share of one step
     total_steps: int
     eval_batches: Callable[[], Iterable[TokenBatch]] | None
     write_model: Callable[[Path, TrainState], None]  # collective; writes on rank 0
@@ -299,7 +290,9 @@ def evaluate(
     """
     # All held-out conversations count as data, whatever their index.
     objective = replace(objective, own_from=None)
-    depths, predictors = objective.depths, objective.predictors
+    depths = objective.depths
+    # Metric prefixes of a mask row's predictions; that of the main one is empty.
+    predictors = ("row_", "") if objective.has_head else ("",)
     totals = torch.zeros(4, dtype=torch.float64)  # two sums, then their divisors
     # For each predictor: blocks that reach each depth, and those that agree to it.
     counts = torch.zeros(len(predictors), 2, depths, dtype=torch.float64)

@@ -39,10 +39,6 @@ from mars_ray.provenance import free_on_node
 from mars_ray.train.model_step import chunk_rows
 from mars_ray.train.ranks import Ranks
 
-_HIDDENS_KEPT = 8
-_KEYS_KEPT = 2
-_INTERMEDIATES_KEPT = 4
-_LOGITS_COPIES = 3
 # DeepSpeed's default number of parameters that ZeRO-3 has gathered at a time.
 _ZERO_3_LIVE = 1_000_000_000
 _GIB = 1 << 30
@@ -51,27 +47,10 @@ _SAMPLED = 512
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one worker, on its device and, for offloaded parts, on its node."""
+    """Bytes of one worker."""
 
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    head: float
-    anchor: float
-    offloaded: float
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Bytes on the device, by purpose."""
-        return {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "activations": self.activations,
-            "output head": self.head,
-            "starting model": self.anchor,
-        }
+    parts: dict[str, float]  # on its device, by purpose
+    offloaded: float  # on its node
 
     @property
     def device(self) -> float:
@@ -91,7 +70,6 @@ class RowSize:
 
     @classmethod
     def of(cls, conversations: Conversations, data: DataConfig) -> "RowSize":
-        """Estimate it from a sample of the conversations."""
         step = max(1, len(conversations) // _SAMPLED)
         sample = [conversations[index].response for index in range(0, len(conversations), step)]
         if data.packing:
@@ -116,7 +94,7 @@ def estimate(
     if isinstance(stage.objective, DraftObjective):
         return _draft_estimate(shape, job, stage, row, world_size, batch)
     trained = shape.adapter_parameters(stage.lora.rank) if stage.lora else shape.parameters
-    states = _states(shape.parameters, trained, job, world_size)
+    states, offloaded = _states(shape.parameters, trained, job, world_size)
     # Noisy rows, and rows with a target, for one row of a batch.
     masks, targets, anchor = 0, row.responses, 0.0
     if isinstance(stage.objective, MarsObjective):
@@ -128,14 +106,22 @@ def estimate(
     head = _logits(shape, batch * targets)
     if stage.lora is None:
         head += _number_bytes(job) * shape.vocabulary * shape.hidden  # its weight's gradient
-    activations = _activations(shape, job, batch, row.tokens + masks, on_cuda=on_cuda)
-    return MemoryEstimate(**states, activations=activations, head=head, anchor=anchor)
+    length, size = row.tokens + masks, _number_bytes(job)
+    kept = 8 * shape.hidden + 2 * shape.key_size
+    layer = (4 * kept + 4 * size * shape.intermediate) * batch * length
+    if not on_cuda:
+        layer += 4 * length * batch * length
+    activations = shape.layers * layer
+    if job.gradient_checkpointing:
+        activations = shape.layers * size * shape.hidden * batch * length + 2 * layer
+    forward = {"activations": activations, "output head": head, "starting model": anchor}
+    return MemoryEstimate(states | forward, offloaded)
 
 
 def check_memory(
     shape: ModelShape, job: TrainJob, stage: StageConfig, row: RowSize, ranks: Ranks
-) -> MemoryEstimate:
-    """The estimate; collective. Raises MemoryShortError on all ranks if one lacks the memory.
+) -> None:
+    """Raises MemoryShortError on all ranks if one lacks the memory; collective.
 
     With `cluster.memory_check` off it never raises.
     """
@@ -147,11 +133,8 @@ def check_memory(
     device_bytes = torch.cuda.mem_get_info(ranks.device)[0] if on_cuda else node_bytes
     on_node = needs.offloaded if on_cuda else needs.offloaded + needs.device
     fits = needs.device <= device_bytes and on_node <= node_bytes
-    short = [
-        found
-        for found in ranks.gather(None if fits else (host, device_bytes, node_bytes))
-        if found is not None
-    ]
+    told = ranks.gather(None if fits else (host, device_bytes, node_bytes))
+    short = [found for found in told if found is not None]
     if short and job.cluster.memory_check:
         where, device, node = short[0]
         raise MemoryShortError(
@@ -159,7 +142,6 @@ def check_memory(
             f"node, but a worker on {where} has {device / _GIB:.2f} GiB free, its node's share "
             f"{node / _GIB:.2f}. {advice(job, stage)}, or set cluster.memory_check=false to try"
         )
-    return needs
 
 
 def advice(job: TrainJob, stage: StageConfig) -> str:
@@ -184,13 +166,15 @@ def advice(job: TrainJob, stage: StageConfig) -> str:
 def _draft_estimate(
     shape: ModelShape, job: TrainJob, stage: StageConfig, row: RowSize, workers: int, batch: int
 ) -> MemoryEstimate:
-    objective = stage.objective
+    objective, config = stage.objective, stage.adapter
     assert isinstance(objective, DraftObjective), "a draft stage"
-    size = _number_bytes(job)
-    trained = _adapter_weights(shape, stage, objective)
-    states = _states(trained, trained, job, workers)
+    assert config is not None, "the config demands an adapter"
+    size, depth = _number_bytes(job), objective.max_block_size
+    head = 2 * shape.hidden if config.head_size is None else config.head_size
+    trained = depth * (shape.hidden + head) + 3 * shape.hidden * head
+    trained += shape.adapter_parameters(config.rank)
+    states, offloaded = _states(trained, trained, job, workers)
     states["weights"] += size * shape.parameters
-    depth = objective.max_block_size
     masks = batch * math.ceil(row.responses * objective.grids * objective.noisy_share)
     sizes = 2 * (shape.hidden + shape.query_size + shape.key_size) + 4 * shape.intermediate
     attention = shape.query_heads * (row.tokens + depth)
@@ -200,15 +184,8 @@ def _draft_estimate(
         kept += 4 * shape.hidden * masks * shape.layers + 2 * layer
     else:
         kept += shape.layers * layer
-    return MemoryEstimate(**states, activations=kept, head=_logits(shape, masks), anchor=0.0)
-
-
-def _adapter_weights(shape: ModelShape, stage: StageConfig, objective: DraftObjective) -> int:
-    config = stage.adapter
-    assert config is not None, "the config demands an adapter"
-    head = 2 * shape.hidden if config.head_size is None else config.head_size
-    embeddings = objective.max_block_size * (shape.hidden + head)
-    return embeddings + 3 * shape.hidden * head + shape.adapter_parameters(config.rank)
+    forward = {"activations": kept, "output head": _logits(shape, masks)}
+    return MemoryEstimate(states | forward, offloaded)
 
 
 def _number_bytes(job: TrainJob) -> int:
@@ -218,19 +195,16 @@ def _number_bytes(job: TrainJob) -> int:
 
 def _logits(shape: ModelShape, rows: int) -> float:
     """Bytes of a chunk's float32 logits, with their copies."""
-    return _LOGITS_COPIES * 4.0 * shape.vocabulary * min(rows, chunk_rows(shape.vocabulary))
+    return 3 * 4.0 * shape.vocabulary * min(rows, chunk_rows(shape.vocabulary))
 
 
-def _states(held: int, trained: int, job: TrainJob, workers: int) -> dict[str, float]:
-    """Bytes of an engine's weights, `trained` of which get a gradient, and of its optimizer."""
+def _states(held: int, trained: int, job: TrainJob, workers: int) -> tuple[dict[str, float], float]:
+    """Bytes of an engine's weights, `trained` of which get a gradient, and of its optimizer; and
+    those that are offloaded."""
     size = _number_bytes(job)
     if not isinstance(job.engine, ZeroConfig):
-        return {
-            "weights": (6.0 if size == 2 else 4.0) * held,  # with autocast's copy
-            "gradients": 4.0 * trained,
-            "optimizer": 8.0 * trained,
-            "offloaded": 0.0,
-        }
+        weights = (6.0 if size == 2 else 4.0) * held  # with autocast's copy
+        return {"weights": weights, "gradients": 4.0 * trained, "optimizer": 8.0 * trained}, 0.0
     zero = job.engine
     weights = float(size * held)
     gradients: float = size * trained / (workers if zero.zero_stage >= 2 else 1)
@@ -244,23 +218,4 @@ def _states(held: int, trained: int, job: TrainJob, workers: int) -> dict[str, f
             weights += min(whole, size * _ZERO_3_LIVE)
     if zero.offload != "none":
         offloaded, optimizer = offloaded + optimizer, 0
-    return {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "offloaded": offloaded,
-    }
-
-
-def _activations(
-    shape: ModelShape, job: TrainJob, batch: int, length: int, *, on_cuda: bool
-) -> float:
-    size = _number_bytes(job)
-    rows = batch * length
-    kept = _HIDDENS_KEPT * shape.hidden + _KEYS_KEPT * shape.key_size
-    layer = (4 * kept + size * _INTERMEDIATES_KEPT * shape.intermediate) * rows
-    if not on_cuda:
-        layer += 4 * length * rows
-    if job.gradient_checkpointing:
-        return shape.layers * size * shape.hidden * rows + 2 * layer
-    return shape.layers * layer
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}, offloaded

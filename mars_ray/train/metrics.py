@@ -103,7 +103,18 @@ Flops = ModelFlops | DraftFlops
 
 def peak_flops(ranks: Ranks, stated_tflops: float | None, *, bfloat16: bool) -> float:
     """FLOP/s of all ranks' devices, either stated or measured by a matrix product; collective."""
-    mine = stated_tflops * 1e12 if stated_tflops else _measured(ranks.device, bfloat16)
+    if stated_tflops:
+        mine = stated_tflops * 1e12
+    else:
+        rows = _PROBE_ROWS[ranks.device.type]
+        left: Tensor = torch.randn(rows, rows, device=ranks.device)
+        left = left.to(torch.bfloat16 if bfloat16 else torch.float32)
+        seconds = []
+        for _ in range(_PROBE_REPEATS):
+            started = time.perf_counter()
+            (left @ left)[0, 0].item()
+            seconds.append(time.perf_counter() - started)
+        mine = 2 * rows**3 / min(seconds)
     return ranks.sum(torch.tensor([mine], dtype=torch.float64)).item()
 
 
@@ -147,18 +158,6 @@ class RankTimer:
         rank = int(by_rank.argmax())
         median = max(by_rank.quantile(0.5).item(), 1e-9)
         return {"slowest_rank": rank, "slowest_over_median": by_rank[rank].item() / median}
-
-
-def _measured(device: torch.device, bfloat16: bool) -> float:
-    rows = _PROBE_ROWS[device.type]
-    dtype = torch.bfloat16 if bfloat16 else torch.float32
-    left: Tensor = torch.randn(rows, rows, device=device).to(dtype)
-    seconds = []
-    for _ in range(_PROBE_REPEATS):
-        started = time.perf_counter()
-        (left @ left)[0, 0].item()
-        seconds.append(time.perf_counter() - started)
-    return 2 * rows**3 / min(seconds)
 
 
 class Meter:
@@ -216,7 +215,6 @@ class Meter:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
         self._sums.copy_(state["sums"])
         self._counts.copy_(state["counts"])
         self._steps = state["steps"]
@@ -240,12 +238,23 @@ class MetricsWriter:
         self._file = path.open("a", encoding="utf-8")
         start = {"step": step, "total_steps": total_steps, "workers": workers}
         self._append({"kind": "start", **start})
-        self._board = Board(path.parent / "tensorboard", purge_step=step + 1)
+        board = path.parent / "tensorboard"
+        board.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._board = RecordWriter(str(board / name))
+        self._append_event(Event(file_version="brain.Event:2"))
+        # Has TensorBoard drop later steps that are in earlier event files.
+        log = SessionLog(status=SessionLog.START)
+        self._append_event(Event(session_log=log, step=step + 1))
 
     def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
-        """Write one line; `kind` is "train" or "eval"."""
+        """Write one line; `kind` is "train" or "eval". Raises OSError if the storage does."""
         self._append({"kind": kind, "step": step, **metrics})
-        self._board.write(step, {f"{kind}/{name}": value for name, value in metrics.items()})
+        values = [
+            Summary.Value(tag=f"{kind}/{name}", simple_value=value)
+            for name, value in metrics.items()
+        ]
+        self._append_event(Event(summary=Summary(value=values), step=step))
 
     def set_length(self, step: int, total_steps: int) -> None:
         """Write a line of kind "length": the stage will have `total_steps` steps."""
@@ -261,6 +270,11 @@ class MetricsWriter:
     def _append(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+
+    def _append_event(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._board.write(event.SerializeToString())
+        self._board.flush()
 
 
 @dataclass(slots=True)
@@ -289,31 +303,6 @@ class MetricsReader:
         records = [json.loads(line) for line in whole.splitlines()]
         starts = [i for i, record in enumerate(records) if record.get("kind") == "start"]
         return records[starts[-1] :] if known and starts else records
-
-
-class Board:
-    """Writes an event file; `write` and `close` raise OSError if the storage does."""
-
-    def __init__(self, directory: Path, purge_step: int) -> None:
-        """TensorBoard drops steps from `purge_step` on that are in earlier event files."""
-        directory.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        self._records = RecordWriter(str(directory / name))
-        self._append(Event(file_version="brain.Event:2"))
-        self._append(Event(session_log=SessionLog(status=SessionLog.START), step=purge_step))
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add a point to each of several curves."""
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._append(Event(summary=Summary(value=values), step=step))
-
-    def close(self) -> None:
-        self._records.close()
-
-    def _append(self, event: Event) -> None:
-        event.wall_time = time.time()
-        self._records.write(event.SerializeToString())
-        self._records.flush()
 
 
 class StageProgress:
@@ -347,27 +336,21 @@ class StageProgress:
         self._bars.say(f"{self._stage}: {message}")
 
     def update(self) -> None:
-        """Show the lines logged since the last call."""
         for record in self._reader.new():
-            self._show(record)
-
-    def _show(self, record: dict[str, Any]) -> None:
-        step, kind = record["step"], record["kind"]
-        self._total_steps = record.get("total_steps", self._total_steps)
-        if kind == "start":
-            self._bars.update(self._task, description=self._stage)
-            if step:
-                self.say(
-                    f"resumed at step {step} of {self._total_steps}, {record['workers']} workers"
-                )
-        text = _text(record)
-        self._bars.update(self._task, completed=step, total=self._total_steps)
-        if kind == "eval":
-            self.say(f"step {step}, held out: {text}")
-        elif self._console.is_terminal:
-            self._bars.update(self._task, text=text)
-        elif kind == "train":
-            self.say(f"step {step}/{self._total_steps}: {text}")
+            step, kind = record["step"], record["kind"]
+            total = self._total_steps = record.get("total_steps", self._total_steps)
+            if kind == "start":
+                self._bars.update(self._task, description=self._stage)
+                if step:
+                    self.say(f"resumed at step {step} of {total}, {record['workers']} workers")
+            text = "  ".join(f.format(record[name]) for name, f in _SHOWN.items() if name in record)
+            self._bars.update(self._task, completed=step, total=total)
+            if kind == "eval":
+                self.say(f"step {step}, held out: {text}")
+            elif self._console.is_terminal:
+                self._bars.update(self._task, text=text)
+            elif kind == "train":
+                self.say(f"step {step}/{total}: {text}")
 
 
 _SHOWN = {
@@ -384,7 +367,3 @@ _SHOWN = {
     "padding_share": "padding {:.1%}",
     "slowest_over_median": "slowest rank {:.2f}x",
 }
-
-
-def _text(record: dict[str, Any]) -> str:
-    return "  ".join(form.format(record[name]) for name, form in _SHOWN.items() if name in record)

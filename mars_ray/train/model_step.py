@@ -39,7 +39,6 @@ from mars_ray.core.loss import (
 from mars_ray.core.mask_schedule import ar_weight, block_starts, depth_weights, draft_blocks
 from mars_ray.model.forward import hidden_states, output_head
 
-_LAYOUTS = {"compact": compact_layout, "paper": paper_layout}
 _CLEAN, _NOISY = 0, 1
 
 
@@ -83,14 +82,13 @@ class StageObjective:
         starts_BL = block_starts(batch, self.config, progress, self.seed)
         if self.own_from is not None and self.config.noisy_on != "all":
             starts_BL = starts_BL.masked_fill(batch.document_BL < self.own_from, -1)
-        lay_out = _LAYOUTS[self.config.layout]
+        lay_out = paper_layout if self.config.layout == "paper" else compact_layout
         layout = lay_out(batch, starts_BL, depth_weights(self.config), self.mask_token_id)
         if self.own_from is None:
             return layout
         return with_own_answers(layout, self.own_from, self.config.anchor_weight or 0.0)
 
     def ar_weight(self, progress: float) -> float:
-        """Weight of the clean stream's mean loss."""
         return ar_weight(self.config, progress) if isinstance(self.config, MarsObjective) else 1.0
 
     def loss(self, means: dict[str, float], progress: float) -> float:
@@ -112,18 +110,6 @@ class StageObjective:
             return (head, row) if self.has_head else (row,)
         clean, noisy = Stream("clean_ce", 0, _CLEAN), Stream("noisy_ce", 1, _NOISY)
         return (clean,) if isinstance(self.config, ArObjective) else (clean, noisy)
-
-    @property
-    def predictors(self) -> tuple[str, ...]:
-        """Metric prefixes of a mask row's predictions; that of the main one is empty."""
-        return ("row_", "") if self.has_head else ("",)
-
-    @property
-    def needs_anchor(self) -> bool:
-        """Whether some rows are anchored to the starting model."""
-        if not isinstance(self.config, MarsObjective) or self.own_from is None:
-            return False
-        return bool(self.config.anchor_weight)
 
     @property
     def acceptance_weight(self) -> float:

@@ -76,11 +76,24 @@ def fit_stage(plan: StagePlan) -> StageOutcome:
     _prepare(plan)
     reader = MetricsReader(plan.metrics_file)
     reader.new()  # skip lines that an earlier attempt logged and showed
-    _free_left_over(plan)
+    note = plan.run_dir / _RESOURCES
+    if note.exists():
+        # Of an attempt of this driver's job whose controller died: Ray frees its resources only
+        # when the job ends; in a sweep that is after all other trials.
+        ray.util.remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(note.read_text())))
+        note.unlink()
     with StageProgress(plan.stage, reader) as progress, _stop_on_signal(plan, progress):
         workers = f"{cluster.workers} worker{'s' * (cluster.workers > 1)}"
         progress.say(sentence(workers, cluster.gpus_per_worker or 0))
-        _say_if_too_small(cluster, progress)
+        # No error, since an autoscaler may provide what is missing.
+        have = ray.cluster_resources()
+        for name, each in _resources(cluster).items():
+            wanted = each * (cluster.min_workers or cluster.workers)
+            if (found := have.get(name, 0.0)) < wanted:
+                progress.say(
+                    f"waiting for {wanted:g} {name}: the cluster has {found:g}. Unless it grows by "
+                    "itself, stop and lower cluster.workers"
+                )
         fit = _Fit(plan)
         fit.start()
         while fit.is_alive():
@@ -117,8 +130,15 @@ class _Fit(threading.Thread):
         self.error: Exception | None = None
 
     def run(self) -> None:
+        settings = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(_POLL_INTERVAL_S)}
+        if self._plan.job.cluster.min_workers is not None:
+            settings["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_ELASTIC_START_TIMEOUT_S)
         try:
-            with _environment(_controller_settings(self._plan.job.cluster)):
+            if len(ray.nodes()) == 1:
+                # A pre-emption of the only node takes the driver with it; the watcher would only
+                # log.
+                settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+            with _environment(settings):
                 returned: Any = _trainer(self._plan).fit().return_value
                 self.outcome = pickle.loads(returned)
         except Exception as error:  # noqa: BLE001 - a thread's edge: `_checked` raises it
@@ -176,27 +196,16 @@ def _work(config: dict[str, Any]) -> bytes:
     except TrainingError as error:
         return pickle.dumps(error)
     if (group := get_current_placement_group()) is not None:
-        (plan.run_dir / _RESOURCES).write_text(group.id.hex())  # for `_free_left_over`
+        (plan.run_dir / _RESOURCES).write_text(group.id.hex())  # for `fit_stage`
     torch.set_num_threads(_threads(plan.job.cluster))
+
+    def report(directory: Path, metrics: dict[str, float]) -> None:
+        # Every rank calls this equally often, since all save at the same steps. The checkpoint is
+        # not passed to Ray, which would refuse to start again after we deleted one that it knows.
+        ray.train.report(metrics)
+
     # Pickled here, or Ray's controller would import torch and transformers to read it.
-    return pickle.dumps(resume_stage(plan, ranks, _report))
-
-
-def _free_left_over(plan: StagePlan) -> None:
-    """Free the resources of an attempt of this driver's job whose controller died.
-
-    Ray frees them only when the job ends; in a sweep that is after all other trials.
-    """
-    note = plan.run_dir / _RESOURCES
-    if note.exists():
-        ray.util.remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(note.read_text())))
-        note.unlink()
-
-
-def _report(directory: Path, metrics: dict[str, float]) -> None:
-    # Every rank calls this equally often, since all save at the same steps. The checkpoint is not
-    # passed to Ray, which would refuse to start again after we deleted one that it knows.
-    ray.train.report(metrics)
+    return pickle.dumps(resume_stage(plan, ranks, report))
 
 
 def _failure_printer() -> UserCallback:
@@ -244,19 +253,6 @@ def _explained(plan: StagePlan, error: Exception) -> MarsError:
     return TrainingError(f"stage {plan.stage!r} could not run on the cluster: {error}")
 
 
-def _say_if_too_small(cluster: ClusterConfig, progress: StageProgress) -> None:
-    """Say what Ray waits for; this is not an error, since an autoscaler may provide it."""
-    have = ray.cluster_resources()
-    for name, each in _resources(cluster).items():
-        wanted = each * (cluster.min_workers or cluster.workers)
-        found = have.get(name, 0.0)
-        if found < wanted:
-            progress.say(
-                f"waiting for {wanted:g} {name}: the cluster has {found:g}. Unless it grows by "
-                "itself, stop and lower cluster.workers"
-            )
-
-
 @contextlib.contextmanager
 def _stop_on_signal(plan: StagePlan, progress: StageProgress) -> Iterator[None]:
     """Write the stop file at the first signal, raise at the second; only in the main thread."""
@@ -288,16 +284,6 @@ def _environment(defaults: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
-
-
-def _controller_settings(cluster: ClusterConfig) -> dict[str, str]:
-    settings = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(_POLL_INTERVAL_S)}
-    if cluster.min_workers is not None:
-        settings["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_ELASTIC_START_TIMEOUT_S)
-    if len(ray.nodes()) == 1:
-        # A pre-emption of the only node takes the driver with it; the watcher would only log.
-        settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    return settings
 
 
 def _resources(cluster: ClusterConfig) -> dict[str, float]:

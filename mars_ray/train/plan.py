@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_ray.config.inputs import FilesSource, PretrainedModel, Source
-from mars_ray.config.train import (
-    DraftObjective,
-    MarsObjective,
-    StageConfig,
-    TrainJob,
-)
+from mars_ray.config.train import DraftObjective, MarsObjective, StageConfig, TrainJob
 from mars_ray.data.rows import Conversations, Joined, tokenize
 from mars_ray.data.sources import BadRows, read
 from mars_ray.model.create import create_model
@@ -60,7 +55,6 @@ class StagePlan:
 
     @property
     def config(self) -> StageConfig:
-        """The stage's own section."""
         return self.job.stages[self.stage]
 
     @property
@@ -85,7 +79,6 @@ class StagePlan:
 
     @property
     def metrics_file(self) -> Path:
-        """The file of metrics, one JSON object a line."""
         return self.run_dir / "metrics.jsonl"
 
     def micro_batch_size(self, world_size: int) -> int:
@@ -94,7 +87,6 @@ class StagePlan:
         return min(self.config.micro_batch_size or share, share)
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Length of the stage in optimizer steps, at least 1."""
         if self.config.steps is not None:
             return self.config.steps
         if self.config.epochs is None:
@@ -120,7 +112,16 @@ def stage_plan(
     if data.own and isinstance(job.stages[stage].objective, MarsObjective):
         own_from = len(train)
         train = Joined(train, tokenize(data.own, tokenizer, data, cache_dir))
-    _check_positions(train, start_model)
+    positions = most_positions(read_config(start_model))
+    if longer := int((train.lengths > positions).sum()):
+        # Rotary embeddings accept any position silently.
+        log.warning(
+            "%d of %d conversations are longer than the %d positions that the model was made for, "
+            "and serving refuses such contexts; lower data.max_length",
+            longer,
+            len(train),
+            positions,
+        )
     return StagePlan(
         job=job,
         stage=stage,
@@ -131,20 +132,6 @@ def stage_plan(
         own_from=own_from,
         start_adapter=start_adapter,
     )
-
-
-def _check_positions(train: Conversations, start_model: Path) -> None:
-    """Warn of conversations that are too long: rotary embeddings accept any position silently."""
-    positions = most_positions(read_config(start_model))
-    longer = int((train.lengths > positions).sum())
-    if longer:
-        log.warning(
-            "%d of %d conversations are longer than the %d positions that the model was made for, "
-            "and serving refuses such contexts; lower data.max_length",
-            longer,
-            len(train),
-            positions,
-        )
 
 
 def with_absolute_paths(job: TrainJob) -> TrainJob:
@@ -232,15 +219,15 @@ def initial_model(job: TrainJob) -> Path:
         # Unfinished directories of killed attempts.
         for draft in model.parent.glob(f".{model.name}-*"):
             shutil.rmtree(draft, ignore_errors=True)
-        create_model(job.model, lambda: _texts(job), model, job.seed)
+
+        def texts() -> Iterator[str]:
+            """Every message of the training data. Raises DataError if too many rows are bad: a
+            tokenizer made from the rest would remain after the data are repaired."""
+            report = BadRows()
+            for record in read(job.data.train, report):
+                for message in record.messages:
+                    yield message.content
+            report.check(job.data.max_bad_share)
+
+        create_model(job.model, texts, model, job.seed)
     return model
-
-
-def _texts(job: TrainJob) -> Iterator[str]:
-    """Every message of the training data. Raises DataError if too many rows are bad: a tokenizer
-    made from the rest would remain after the data are repaired."""
-    report = BadRows()
-    for record in read(job.data.train, report):
-        for message in record.messages:
-            yield message.content
-    report.check(job.data.max_bad_share)

@@ -82,8 +82,24 @@ def run_training(job: TrainJob, connect: Connect = already) -> TrainResult:
 
 def _claim(output_dir: Path, job: TrainJob) -> None:
     """Claim the directory for this job. Raises TrainingError if another job has trained here."""
-    path = output_dir / "job.json"
-    changed = _changes(path, job) if path.exists() else []
+    path, changed = output_dir / "job.json", list[str]()
+    if path.exists():
+        try:
+            recorded = TrainJob.model_validate(json.loads(path.read_text())["job"])
+        except json.JSONDecodeError as error:
+            raise TrainingError(
+                f"{path}, which says what the run is of, is damaged: {error}. Choose another "
+                "output_dir, or delete this one"
+            ) from error
+        except (ValueError, KeyError) as error:
+            raise TrainingError(
+                f"{path} is not a job of this version of mars-ray, so its run cannot be resumed: "
+                f"{error}. Choose another output_dir, or delete this one"
+            ) from error
+        before, now = (
+            identity(known) | {"order of stages": list(known.stages)} for known in (recorded, job)
+        )
+        changed = changed_keys(before, now)
     trained = f"stages/*/*/{MANIFEST}", f"models/*/{_SUMMARY}"
     if any(any(output_dir.glob(place)) for place in trained):
         if changed:
@@ -97,26 +113,6 @@ def _claim(output_dir: Path, job: TrainJob) -> None:
     content = {"job": job.model_dump(mode="json"), "provenance": provenance()}
     with _explained(path):
         write_whole(path, json.dumps(content, indent=1))
-
-
-def _changes(path: Path, job: TrainJob) -> list[str]:
-    """The keys in which the recorded job differs. Raises TrainingError if it cannot be read."""
-    try:
-        recorded = TrainJob.model_validate(json.loads(path.read_text())["job"])
-    except json.JSONDecodeError as error:
-        raise TrainingError(
-            f"{path}, which says what the run is of, is damaged: {error}. Choose another "
-            "output_dir, or delete this one"
-        ) from error
-    except (ValueError, KeyError) as error:
-        raise TrainingError(
-            f"{path} is not a job of this version of mars-ray, so its run cannot be resumed: "
-            f"{error}. Choose another output_dir, or delete this one"
-        ) from error
-    before, now = (
-        identity(known) | {"order of stages": list(known.stages)} for known in (recorded, job)
-    )
-    return changed_keys(before, now)
 
 
 def _export(plan: StagePlan, outcome: StageOutcome, directory: Path) -> None:

@@ -5,8 +5,7 @@ What a stage trains, a model or a draft adapter, is a module, with a form of its
 
 import pickle
 import socket
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 
 from mars_ray.config.inputs import PretrainedModel
 from mars_ray.config.train import DeepSpeedEngine as DeepSpeedConfig
-from mars_ray.config.train import DraftObjective
+from mars_ray.config.train import DraftObjective, MarsObjective
 from mars_ray.core.layout import TokenBatch
 from mars_ray.data.loader import Loader, eval_batches
 from mars_ray.errors import (
@@ -32,12 +31,7 @@ from mars_ray.errors import (
 )
 from mars_ray.model.adapters import adapter_weights, add_adapters, merged
 from mars_ray.model.directory import check_names, fingerprint, read_card
-from mars_ray.model.draft_adapter import (
-    DraftCard,
-    read_draft_adapter,
-    read_draft_card,
-    write_draft_adapter,
-)
+from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card, write_draft_adapter
 from mars_ray.model.load import load_model, load_tokenizer, save_model
 from mars_ray.model.places import local_copy
 from mars_ray.model.shape import shape_of
@@ -56,12 +50,7 @@ from mars_ray.train.draft_adapter import (
 )
 from mars_ray.train.engine import Engine, PlainEngine, Step
 from mars_ray.train.frozen import FrozenModel
-from mars_ray.train.loop import (
-    Report,
-    StageOutcome,
-    StageParts,
-    TrainLoop,
-)
+from mars_ray.train.loop import Report, StageOutcome, StageParts, TrainLoop
 from mars_ray.train.memory import RowSize, advice, check_memory
 from mars_ray.train.metrics import DraftFlops, Flops, ModelFlops, RankTimer, peak_flops
 from mars_ray.train.model_step import StageObjective, TrainStep
@@ -90,7 +79,9 @@ def model_module(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Sta
     if objective.depths:
         card = replace(card, block_size=objective.depths)
     anchor = None
-    if objective.needs_anchor:  # the starting model, frozen
+    mars = plan.config.objective
+    if plan.own_from is not None and isinstance(mars, MarsObjective) and mars.anchor_weight:
+        # The starting model, frozen.
         dtype = torch.bfloat16 if plan.job.precision == "bfloat16" else torch.float32
         attention = _attention(ranks)
         anchor = load_model(plan.start_model, dtype=dtype, device=ranks.device, attention=attention)
@@ -106,15 +97,6 @@ def model_module(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Sta
     return StageModule(step, objective, ModelFlops.of(model), write)
 
 
-def stage_zero_settings(plan: StagePlan, zero: DeepSpeedConfig, ranks: Ranks) -> dict[str, Any]:
-    return zero_settings(
-        zero,
-        plan.config.optimizer,
-        bfloat16=plan.job.precision == "bfloat16",
-        micro_batch_size=plan.micro_batch_size(ranks.world_size),
-    )
-
-
 def _load_model(
     plan: StagePlan, resume_from: Path | None, ranks: Ranks, mask_token_id: int | None
 ) -> PreTrainedModel:
@@ -128,7 +110,7 @@ def _load_model(
     zero = plan.job.engine
     if isinstance(zero, DeepSpeedConfig) and zero.zero_stage == 3 and ranks.world_size > 1:
         # No worker may ever hold a whole model. The loaded weights are already cast.
-        with loading_in_parts(stage_zero_settings(plan, zero, ranks), ranks):
+        with loading_in_parts(zero_settings(plan, ranks), ranks):
             model = _loaded_by_all(partial(load, device=ranks.device), directory, ranks)
     else:
         model = load()
@@ -171,16 +153,6 @@ def _attention(ranks: Ranks) -> str:
     return "flex_attention" if ranks.device.type == "cuda" else "sdpa"
 
 
-def with_base_here(plan: StagePlan) -> StagePlan:
-    """The plan with a base on this worker's node: if it comes from the hub, the same commit is
-    fetched where it is missing. Raises ModelError."""
-    model = plan.job.model
-    if plan.start_model.is_dir() or not isinstance(model, PretrainedModel):
-        return plan
-    source = Place(model.path, revision=plan.start_model.name)
-    return replace(plan, start_model=local_copy(source, cache="")) if source.is_on_hub else plan
-
-
 def draft_module(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> StageModule:
     """An adapter beside the frozen model of `plan.start_model`, which every rank holds whole.
 
@@ -193,14 +165,21 @@ def draft_module(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Sta
     model = load_model(plan.start_model, dtype=dtype, device=ranks.device)
     flops = ModelFlops.of(model)
     base = FrozenModel(model)
-    card = draft_card(
-        config,
-        settings.max_block_size,
-        base.embedding_VH.shape[1],
-        _base_name(plan),
-        fingerprint(plan.start_model),
-    )
-    weights = _start(plan, card, base, resume_from)
+    name, named = plan.start_model.name, plan.job.model
+    if isinstance(named, PretrainedModel) and not Path(named.path).is_absolute():
+        name = named.path  # of the hub
+    hidden = base.embedding_VH.shape[1]
+    card = draft_card(config, settings.max_block_size, hidden, name, fingerprint(plan.start_model))
+    before: dict[str, Any] | None = None  # the training of the adapter to start from
+    if plan.start_adapter is not None:
+        before = read_draft_card(plan.start_adapter).training or None
+    if resume_from is not None:
+        weights = load_file(resume_from / checkpoint.ADAPTERS)
+    elif plan.start_adapter is not None:
+        adapter = read_draft_adapter(plan.start_adapter, plan.start_model)
+        weights = weights_of(adapter, card, base)
+    else:
+        weights = fresh_weights(card, base, plan.seed, read_card(plan.start_model).trained_mask_id)
     step = DraftStep(
         base,
         card,
@@ -218,8 +197,17 @@ def draft_module(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Sta
         written = (fixed | weights).items()
         whole = {name: w.detach().float().cpu().contiguous() for name, w in written}
         save_file(whole, directory.with_name(checkpoint.ADAPTERS))
-        said = replace(card, training=_training(plan, state))
-        write_draft_adapter(directory, adapter_of(whole, said, base))
+        training = {
+            "job": plan.job.name,
+            "stage": plan.stage,
+            "steps": state.step,
+            "mask_tokens": state.mask_tokens,
+            "seconds": round(state.seconds, 1),
+            "data": plan.data,
+            "started_from": before,
+            "provenance": provenance(),
+        }
+        write_draft_adapter(directory, adapter_of(whole, replace(card, training=training), base))
 
     return StageModule(
         step,
@@ -227,42 +215,6 @@ def draft_module(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Sta
         DraftFlops(flops, sum(lora) + sum(head), settings.grids),
         write,
     )
-
-
-def _start(
-    plan: StagePlan, card: DraftCard, base: FrozenModel, resume_from: Path | None
-) -> dict[str, Tensor]:
-    if resume_from is not None:
-        return load_file(resume_from / checkpoint.ADAPTERS)
-    if plan.start_adapter is not None:
-        adapter = read_draft_adapter(plan.start_adapter, plan.start_model)
-        return weights_of(adapter, card, base)
-    return fresh_weights(card, base, plan.seed, read_card(plan.start_model).trained_mask_id)
-
-
-def _base_name(plan: StagePlan) -> str:
-    """Readable name of the base model: a hub name, or the last part of a path."""
-    model = plan.job.model
-    if isinstance(model, PretrainedModel) and not Path(model.path).is_absolute():
-        return model.path
-    return plan.start_model.name
-
-
-def _training(plan: StagePlan, state: TrainState) -> dict[str, Any]:
-    """The record of the adapter's training for its card."""
-    before: dict[str, Any] = {}
-    if plan.start_adapter is not None:
-        before = read_draft_card(plan.start_adapter).training
-    return {
-        "job": plan.job.name,
-        "stage": plan.stage,
-        "steps": state.step,
-        "mask_tokens": state.mask_tokens,
-        "seconds": round(state.seconds, 1),
-        "data": plan.data,
-        "started_from": before or None,
-        "provenance": provenance(),
-    }
 
 
 # torch's message when the CPU's memory is full; for CUDA's it has a separate exception.
@@ -306,31 +258,31 @@ def train_stage(
     """
     torch.manual_seed(plan.seed + ranks.rank)
     try:
-        restored = _read_checkpoint(plan, ranks, resume_from) if resume_from else None
+        restored = _read_checkpoint(plan, resume_from) if resume_from else None
         parts = _assemble(plan, ranks, resume_from, restored, report)
     except MarsError as error:
         return error
     loop = TrainLoop(parts, restored)
     if resume_from and restored:
-        _restore_rank(parts, loop, resume_from, restored)
+        parts.engine.load_optimizer_state(
+            checkpoint.read_rank_state(resume_from, rank)["optimizer"]
+            for rank in range(restored.world_size)
+        )
+        if restored.world_size == ranks.world_size:
+            mine = checkpoint.read_rank_state(resume_from, ranks.rank)
+            checkpoint.load_random_state(mine["random"], ranks.device)
+            loop.meter.load(mine["meter"])
     try:
-        with parts.watchdog, _memory_explained(plan):
+        with parts.watchdog:
             outcome = loop.run()
         if parts.manager is not None:
             parts.manager.close()
         return outcome
     except (NonFiniteLossError, CheckpointError) as error:
         return error
-
-
-@contextmanager
-def _memory_explained(plan: StagePlan) -> Iterator[None]:
-    try:
-        yield
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and _CPU_SHORT not in str(
-            error
-        ):
+        short = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not short and _CPU_SHORT not in str(error):
             raise
         raise MemoryShortError(
             f"stage {plan.stage!r} ran out of memory: {str(error).splitlines()[0]} "
@@ -345,12 +297,16 @@ def _assemble(
     restored: TrainState | None,
     report: Report,
 ) -> StageParts:
-    if plan.config.adapter is not None:
-        plan = with_base_here(plan)
+    base = plan.job.model
+    is_draft = plan.config.adapter is not None
+    if is_draft and isinstance(base, PretrainedModel) and not plan.start_model.is_dir():
+        # Of the hub: this worker's node fetches the same commit.
+        source = Place(base.path, revision=plan.start_model.name)
+        if source.is_on_hub:
+            plan = replace(plan, start_model=local_copy(source, cache=""))
     row = RowSize.of(plan.train, plan.job.data)
     check_memory(shape_of(plan.start_model), plan.job, plan.config, row, ranks)
-    load = draft_module if plan.config.adapter is not None else model_module
-    module = load(plan, ranks, resume_from)
+    module = (draft_module if is_draft else model_module)(plan, ranks, resume_from)
     micro_batch_size = plan.micro_batch_size(ranks.world_size)
     loader = Loader(
         plan.train,
@@ -409,13 +365,13 @@ def _assemble(
 def make_engine(plan: StagePlan, step: Step, ranks: Ranks, timer: RankTimer) -> Engine:
     optimizer = plan.config.optimizer
     if isinstance(plan.job.engine, DeepSpeedConfig):
-        settings = stage_zero_settings(plan, plan.job.engine, ranks)
+        settings = zero_settings(plan, ranks)
         return DeepSpeedEngine(step, optimizer, ranks, settings=settings, timer=timer)
     bfloat16 = plan.job.precision == "bfloat16"
     return PlainEngine(step, optimizer, ranks, bfloat16=bfloat16, timer=timer)
 
 
-def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainState:
+def _read_checkpoint(plan: StagePlan, directory: Path) -> TrainState:
     checkpoint.verify(directory)
     state = checkpoint.read_state(directory)
     if state.identity != identity_hash(plan.job):
@@ -429,17 +385,3 @@ def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainSta
             "has changed, or how it is tokenised. Put it back, or choose another output_dir"
         )
     return state
-
-
-def _restore_rank(
-    parts: StageParts, loop: TrainLoop, directory: Path, restored: TrainState
-) -> None:
-    ranks = parts.ranks
-    parts.engine.load_optimizer_state(
-        checkpoint.read_rank_state(directory, rank)["optimizer"]
-        for rank in range(restored.world_size)
-    )
-    if restored.world_size == ranks.world_size:
-        mine = checkpoint.read_rank_state(directory, ranks.rank)
-        checkpoint.load_random_state(mine["random"], ranks.device)
-        loop.meter.load(mine["meter"])

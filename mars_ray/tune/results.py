@@ -1,5 +1,5 @@
 """The results of a sweep: survivors evaluated by generation, and one row per trial, as JSON, as
-Parquet and as a table.
+Parquet, as a table and as a plot.
 
 Survivors are the trials that no other beats in teacher-forced measures, which are cheap. Each is
 evaluated once, by a task of its own on the cluster; a resumed sweep does not repeat it.
@@ -13,6 +13,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import ray
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from ray.exceptions import RayTaskError
 from rich.console import Console
 from rich.table import Table
@@ -21,12 +23,7 @@ from mars_ray.cluster.connection import cluster_gpus, gpus_each
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.tune import Objectives, TuneJob
-from mars_ray.core.frontier import (
-    Frontier,
-    FrontierPoint,
-    read_frontier,
-    undominated,
-)
+from mars_ray.core.frontier import Frontier, FrontierPoint, read_frontier, undominated
 from mars_ray.decode.kv_cache import model_context
 from mars_ray.decode.request import check_context
 from mars_ray.errors import ConfigError, MarsError, TrainingError
@@ -34,6 +31,7 @@ from mars_ray.evaluate.run import run_evaluation, written
 from mars_ray.evaluate.tasks import Problem, prompts_of
 from mars_ray.files import replaced, write_whole
 from mars_ray.model.load import load_tokenizer, read_config
+from mars_ray.page import plain
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 from mars_ray.train import checkpoint
@@ -42,7 +40,8 @@ from mars_ray.tune.search import Ledger, TrialRecord
 
 # Name of the model that all trials started from, which is measured too.
 START = "start"
-_STATUSES = ("finished", "stopped", "failed")
+# Okabe and Ito's, but for the grey.
+_STOPPED, _FINISHED, _BEST = "#999999", "#0072B2", "#D55E00"
 
 
 def survivors(ledger: Ledger, objectives: Objectives) -> list[TrialRecord]:
@@ -87,7 +86,10 @@ def measure(
         jobs[trial.trial] = _evaluation(job, trial.trial, output_dir / trial.model, verified)
     missing = {name: each for name, each in jobs.items() if not written(each)}
     console.print(f"generating with {len(missing)} of {len(jobs)} models")
-    evaluate = ray.remote(num_cpus=1, num_gpus=_gpus(job), max_retries=job.retries)(_evaluate)
+    gpus = 0.0
+    if asked.engine.device != "cpu":
+        gpus = min(1, gpus_each(job.train.cluster.gpus_per_worker, cluster_gpus()))
+    evaluate = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=job.retries)(_evaluate)
     waiting = [evaluate.remote(each) for each in missing.values()]
     with Bars(console) as bars:
         task = bars.add_task("models that have generated", total=len(waiting))
@@ -102,12 +104,6 @@ def measure(
                 raise
             bars.advance(task)
     return {name: read_frontier(each.output_dir or "") for name, each in jobs.items()}
-
-
-def _gpus(job: TuneJob) -> float:
-    """GPUs of a task that generates; 0 if the trials have none either."""
-    on_cpu = job.objectives.engine.device == "cpu"
-    return 0 if on_cpu else min(1, gpus_each(job.train.cluster.gpus_per_worker, cluster_gpus()))
 
 
 def fastest(frontier: Frontier, objectives: Objectives) -> FrontierPoint:
@@ -125,16 +121,13 @@ def best(
     model's; without one, the most accurate. Raises TrainingError if no trial has finished."""
     if not trials:
         raise TrainingError("no trial has finished, so none is best; see trials.jsonl")
-    least = frontiers[START].points[0].accuracy - objectives.max_accuracy_loss
-    good = [trial for trial in trials if _accuracy(frontiers[trial.trial]) >= least - 1e-9]
+    accuracy = {name: frontier.points[0].accuracy for name, frontier in frontiers.items()}
+    least = accuracy[START] - objectives.max_accuracy_loss
+    good = [trial for trial in trials if accuracy[trial.trial] >= least - 1e-9]
     if not good:
-        return max(trials, key=lambda trial: _accuracy(frontiers[trial.trial]))
+        return max(trials, key=lambda trial: accuracy[trial.trial])
     speeds = {t.trial: fastest(frontiers[t.trial], objectives).tokens_per_forward for t in good}
     return max(good, key=lambda trial: speeds[trial.trial])
-
-
-def _accuracy(frontier: Frontier) -> float:
-    return frontier.points[0].accuracy
 
 
 def _evaluation(job: TuneJob, name: str, model: Path, modes: tuple[Mode, ...]) -> EvaluateJob:
@@ -179,19 +172,55 @@ def rows_of(
     job: TuneJob, ledger: Ledger, frontiers: dict[str, Frontier], best: TrialRecord
 ) -> list[Row]:
     """All trials: the best first, then survivors, then by steps and score."""
-    trials = ledger.trials.values()
-    rows = [_row(job, t, frontiers.get(t.trial), t.trial == best.trial) for t in trials]
-    return sorted(rows, key=_rank, reverse=True)
+    rows = []
+    for trial in ledger.trials.values():
+        frontier = frontiers.get(trial.trial)
+        points = frontier.points if frontier else ()
+        exact = points[0] if points else None
+        speed = fastest(frontier, job.objectives) if frontier else None
+        lossless = [point.tokens_per_forward for point in points if point.threshold == 1]
+        rows.append(
+            Row(
+                trial=trial.trial,
+                status=trial.status,
+                best=trial.trial == best.trial,
+                steps=trial.steps,
+                score=trial.score if trial.scores else None,
+                tokens_per_forward_expected=trial.metrics.get("tokens_per_forward"),
+                clean_ce=trial.metrics.get("clean_ce"),
+                exact_accuracy=exact.accuracy if exact else None,
+                exact_accuracy_low=exact.accuracy_low if exact else None,
+                exact_accuracy_high=exact.accuracy_high if exact else None,
+                threshold=speed.threshold if speed else None,
+                threshold_accuracy=speed.accuracy if speed else None,
+                tokens_per_forward=speed.tokens_per_forward if speed else None,
+                tokens_per_forward_lossless=lossless[0] if lossless else None,
+                attempts_failed=len(trial.errors),
+                error=trial.errors[-1] if trial.errors else None,
+                values=trial.values,
+            )
+        )
+
+    def rank(row: Row) -> tuple[float, ...]:
+        score = float("-inf") if row.score is None else row.score
+        return row.best, row.tokens_per_forward or 0, row.steps, score
+
+    return sorted(rows, key=rank, reverse=True)
 
 
 def summary_of(job: TuneJob, rows: list[Row], frontiers: dict[str, Frontier]) -> dict[str, Any]:
     """A summary of the sweep in a few numbers."""
     assert job.stage.steps is not None
-    trained = sum(_trained_steps(job, row) for row in rows)
-    counts = {status: sum(row.status == status for row in rows) for status in _STATUSES}
+    trained = 0
+    for row in rows:
+        # Up to the last checkpoint: a run continues while Tune decides to end it.
+        directory = Path(absolute_path(job.output_dir)) / "trials" / row.trial
+        found = map(checkpoint.newest, directory.glob(f"*/stages/{job.stage_name}"))
+        trained += max([row.steps, *(checkpoint.step_of(path) for path in found if path)])
+    statuses = [row.status for row in rows]
     return {
         "trials": len(rows),
-        **counts,
+        **{status: statuses.count(status) for status in ("finished", "stopped", "failed")},
         "attempts_failed": sum(row.attempts_failed for row in rows),
         "steps_trained": trained,
         "steps_if_all_ran_to_the_end": job.trials * job.stage.steps,
@@ -206,8 +235,76 @@ def write_results(directory: Path, job: TuneJob, rows: list[Row], summary: dict[
     table = {"summary": summary, "trials": [asdict(row) for row in rows]}
     table |= {"job": job.model_dump(mode="json"), "provenance": provenance()}
     write_whole(directory / "results.json", json.dumps(table, indent=1) + "\n")
+    # Each column has one type: numbers, or else JSON.
+    settings = [(key, value) for row in rows for key, value in row.values.items()]
+    other = {key for key, value in settings if type(value) not in (int, float)}
+    flat = [
+        {name: value for name, value in asdict(row).items() if name != "values"}
+        | {key: json.dumps(v) if key in other else float(v) for key, v in row.values.items()}
+        for row in rows
+    ]
     with replaced(directory / "results.parquet") as draft:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(_flat(rows)), draft)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(flat), draft)
+
+
+def plot_sweep(
+    rows: list[Row], frontiers: dict[str, Frontier], objectives: Objectives, path: Path
+) -> None:
+    """Draw two panels. Left, teacher-forced: clean loss against expected T/F. Right, generated:
+    accuracy in `exact` against T/F, with 95% intervals; the line is the common starting model."""
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    cheap, generated = figure.subplots(1, 2)
+    _draw_cheap(cheap, [row for row in rows if row.clean_ce is not None])
+    _draw_generated(generated, rows, frontiers, objectives)
+    for axes in (cheap, generated):
+        plain(axes)
+        axes.legend(frameon=False, loc="best", fontsize=9)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_cheap(axes: Axes, rows: list[Row]) -> None:
+    ended = [row for row in rows if row.status == "finished"]
+    groups = (
+        ("stopped early", _STOPPED, [row for row in rows if row.status != "finished"]),
+        ("finished", _FINISHED, [row for row in ended if not row.best]),
+        ("best", _BEST, [row for row in ended if row.best]),
+    )
+    for label, colour, group in groups:
+        x: list[Any] = [row.tokens_per_forward_expected for row in group]
+        y: list[Any] = [row.clean_ce for row in group]
+        axes.scatter(x, y, s=36, color=colour, label=f"{label} ({len(group)})")
+    for row in rows:
+        if row.exact_accuracy is not None:
+            here = (row.tokens_per_forward_expected, row.clean_ce)
+            label = row.trial.rpartition("_")[2]
+            axes.annotate(label, here, xytext=(5, 4), textcoords="offset points", fontsize=9)
+    axes.set_yscale("log")
+    axes.invert_yaxis()
+    axes.set_xlabel("expected tokens per forward (teacher-forced)")
+    axes.set_ylabel("held-out loss of the clean stream, nats (less is up)")
+    axes.set_title("All trials, at their last evaluation")
+
+
+def _draw_generated(
+    axes: Axes, rows: list[Row], frontiers: dict[str, Frontier], objectives: Objectives
+) -> None:
+    start = frontiers[START].points[0]
+    axes.axhspan(start.accuracy_low, start.accuracy_high, color="#000000", alpha=0.06, lw=0)
+    axes.axhline(start.accuracy, color="#000000", lw=0.8, ls=":", label="before the stage")
+    for row in rows:
+        if row.trial not in frontiers:
+            continue
+        exact, speed = frontiers[row.trial].points[0], fastest(frontiers[row.trial], objectives)
+        colour = _BEST if row.best else _FINISHED
+        below, above = exact.accuracy - exact.accuracy_low, exact.accuracy_high - exact.accuracy
+        here = (speed.tokens_per_forward, exact.accuracy)
+        axes.errorbar(*here, yerr=[[below], [above]], color=colour, marker="o", capsize=2)
+        label = f"{row.trial.rpartition('_')[2]} ({speed.label})"
+        axes.annotate(label, here, xytext=(5, 4), textcoords="offset points", fontsize=9)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("tokens per forward, generated, at the threshold that keeps quality")
+    axes.set_ylabel("accuracy in mode exact")
+    axes.set_title(f"Survivors, {start.problems} problems")
 
 
 def print_rows(job: TuneJob, rows: list[Row], console: Console) -> None:
@@ -219,83 +316,29 @@ def print_rows(job: TuneJob, rows: list[Row], console: Console) -> None:
         table.add_column(name, justify="right")
     table.add_column("settings", overflow="fold", ratio=1)
     for row in rows:
-        table.add_row(*_cells(row), style="bold" if row.best else None)
+        speed = _number(row.tokens_per_forward, ".2f")
+        if row.threshold is not None:
+            speed += f" ({row.threshold:g})"
+        table.add_row(
+            row.trial.rpartition("_")[2],
+            row.status,
+            str(row.steps),
+            _number(row.tokens_per_forward_expected, ".2f"),
+            _number(row.clean_ce, ".4f"),
+            _number(row.exact_accuracy, ".1%"),
+            speed,
+            ", ".join(
+                f"{key.rpartition('.')[2].replace('_', ' ')} {_short(value)}"
+                for key, value in row.values.items()
+            ),
+            style="bold" if row.best else None,
+        )
     console.print(table)
     for row in rows:
         if row.error:
             console.print(
                 f"{row.trial}: {row.attempts_failed} failed, last: {row.error}", markup=False
             )
-
-
-def _trained_steps(job: TuneJob, row: Row) -> int:
-    """Steps up to the trial's last checkpoint: a run continues while Tune decides to end it."""
-    directory = Path(absolute_path(job.output_dir)) / "trials" / row.trial
-    runs = directory.glob(f"*/stages/{job.stage_name}")
-    found = [checkpoint.newest(run) for run in runs]
-    return max([row.steps, *(checkpoint.step_of(path) for path in found if path)])
-
-
-def _rank(row: Row) -> tuple[float, ...]:
-    score = float("-inf") if row.score is None else row.score
-    return row.best, row.tokens_per_forward or 0, row.steps, score
-
-
-def _row(job: TuneJob, trial: TrialRecord, frontier: Frontier | None, best: bool) -> Row:
-    exact = frontier.points[0] if frontier else None
-    speed = fastest(frontier, job.objectives) if frontier else None
-    points = frontier.points if frontier else ()
-    lossless = [point.tokens_per_forward for point in points if point.threshold == 1]
-    return Row(
-        trial=trial.trial,
-        status=trial.status,
-        best=best,
-        steps=trial.steps,
-        score=trial.score if trial.scores else None,
-        tokens_per_forward_expected=trial.metrics.get("tokens_per_forward"),
-        clean_ce=trial.metrics.get("clean_ce"),
-        exact_accuracy=exact.accuracy if exact else None,
-        exact_accuracy_low=exact.accuracy_low if exact else None,
-        exact_accuracy_high=exact.accuracy_high if exact else None,
-        threshold=speed.threshold if speed else None,
-        threshold_accuracy=speed.accuracy if speed else None,
-        tokens_per_forward=speed.tokens_per_forward if speed else None,
-        tokens_per_forward_lossless=lossless[0] if lossless else None,
-        attempts_failed=len(trial.errors),
-        error=trial.errors[-1] if trial.errors else None,
-        values=trial.values,
-    )
-
-
-def _flat(rows: list[Row]) -> list[dict[str, Any]]:
-    """Rows with settings as columns, each of one type: numbers, or else JSON."""
-    other = {
-        key for row in rows for key, value in row.values.items() if type(value) not in (int, float)
-    }
-    return [
-        {name: value for name, value in asdict(row).items() if name != "values"}
-        | {key: json.dumps(v) if key in other else float(v) for key, v in row.values.items()}
-        for row in rows
-    ]
-
-
-def _cells(row: Row) -> list[str]:
-    speed = "" if row.tokens_per_forward is None else f"{row.tokens_per_forward:.2f}"
-    if row.threshold is not None:
-        speed += f" ({row.threshold:g})"
-    return [
-        row.trial.rpartition("_")[2],
-        row.status,
-        str(row.steps),
-        _number(row.tokens_per_forward_expected, ".2f"),
-        _number(row.clean_ce, ".4f"),
-        _number(row.exact_accuracy, ".1%"),
-        speed,
-        ", ".join(
-            f"{key.rpartition('.')[2].replace('_', ' ')} {_short(value)}"
-            for key, value in row.values.items()
-        ),
-    ]
 
 
 def _number(value: float | None, form: str) -> str:

@@ -44,7 +44,6 @@ from mars_ray.config.tune import (
     Choice,
     IntRange,
     LogUniform,
-    Parameter,
     TuneJob,
 )
 from mars_ray.errors import ConfigError
@@ -68,7 +67,6 @@ class TrialRecord:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps at its last evaluation."""
         return self.scores[-1][0] if self.scores else 0
 
     @property
@@ -116,14 +114,21 @@ def trials_ended(path: Path) -> int:
     return len({event["trial"] for event in events if event["event"] == "end"})
 
 
-Point = Mapping[str, float]
 # Number of random points to try besides corners; they find settings that exclude each other.
 _TRIED_POINTS = 64
 
 
-def values_at(job: TuneJob, point: Point) -> dict[str, Any]:
-    """The settings of a point, by the keys of the space."""
-    return {key: _value(parameter, point[key]) for key, parameter in job.space.items()}
+def values_at(job: TuneJob, point: Mapping[str, float]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, parameter in job.space.items():
+        match parameter:
+            case Choice(values=choices):
+                values[key] = _plain(choices[int(point[key])])
+            case IntRange():
+                values[key] = int(point[key])
+            case _:
+                values[key] = point[key]
+    return values
 
 
 def trial_job(job: TuneJob, values: Mapping[str, Any]) -> TrainJob:
@@ -171,16 +176,6 @@ def draw(job: TuneJob, generator: np.random.Generator) -> dict[str, float]:
     """A point of the space, as random search draws it."""
     drawn = domains(job).items()
     return {key: domain.sample(random_state=generator) for key, domain in drawn}
-
-
-def _value(parameter: Parameter, drawn: float) -> Any:
-    match parameter:
-        case Choice(values=values):
-            return _plain(values[int(drawn)])
-        case IntRange():
-            return int(drawn)
-        case _:
-            return drawn
 
 
 def _plain(value: Any) -> Any:
@@ -252,11 +247,6 @@ class EarlyStopping(FIFOScheduler):
         return TrialScheduler.STOP if stop else TrialScheduler.CONTINUE
 
 
-def domains(job: TuneJob) -> dict[str, Any]:
-    """The search space, in which a choice is drawn by its index."""
-    return {key: _domain(parameter) for key, parameter in job.space.items()}
-
-
 def searcher_of(job: TuneJob, at_once: int) -> Searcher | SearchAlgorithm:
     """The searcher for `at_once` concurrent trials. Optuna gets both objectives, not the score."""
     if job.searcher == "optuna":
@@ -266,20 +256,17 @@ def searcher_of(job: TuneJob, at_once: int) -> Searcher | SearchAlgorithm:
     return BasicVariantGenerator(max_concurrent=at_once, random_state=job.seed)
 
 
-def scheduler_of(job: TuneJob, ledger: Path) -> TrialScheduler:
-    """The scheduler, which decides which trials continue."""
-    if isinstance(job.scheduler, AshaScheduler):
-        return EarlyStopping(job, ledger)
-    return FIFOScheduler()
-
-
-def _domain(parameter: Parameter) -> Any:
-    match parameter:
-        case Choice(values=values):
-            return tune.choice(list(range(len(values))))
-        case IntRange(low=low, high=high):
-            return tune.randint(low, high + 1)
-        case LogUniform(low=low, high=high):
-            return tune.loguniform(low, high)
-        case _:
-            return tune.uniform(parameter.low, parameter.high)
+def domains(job: TuneJob) -> dict[str, Any]:
+    """The search space, in which a choice is drawn by its index."""
+    found = {}
+    for key, parameter in job.space.items():
+        match parameter:
+            case Choice(values=values):
+                found[key] = tune.choice(list(range(len(values))))
+            case IntRange(low=low, high=high):
+                found[key] = tune.randint(low, high + 1)
+            case LogUniform(low=low, high=high):
+                found[key] = tune.loguniform(low, high)
+            case _:
+                found[key] = tune.uniform(parameter.low, parameter.high)
+    return found

@@ -24,14 +24,13 @@ import ray
 import tomli_w
 from ray import tune
 from ray.tune.experiment import Trial
+from ray.tune.schedulers import FIFOScheduler
 from rich.console import Console
 
 from mars_ray.cluster.connection import Connect, already, gpus_each
 from mars_ray.config.evaluate import Gsm8kTask
-from mars_ray.config.tune import TuneJob
-from mars_ray.core.frontier import Frontier
+from mars_ray.config.tune import AshaScheduler, TuneJob
 from mars_ray.errors import TrainingError
-from mars_ray.evaluate.plots import TrialPoint, plot_sweep
 from mars_ray.evaluate.tasks import problems_of
 from mars_ray.files import changed_keys, replaced, sole_writer, write_whole
 from mars_ray.progress import Lines
@@ -39,12 +38,11 @@ from mars_ray.provenance import provenance
 from mars_ray.train.plan import absolute_path, initial_model, stage_plan, with_absolute_paths
 from mars_ray.train.run import run_training
 from mars_ray.tune.results import (
-    START,
     Row,
     best,
     check_room,
-    fastest,
     measure,
+    plot_sweep,
     rows_of,
     summary_of,
     survivors,
@@ -52,11 +50,10 @@ from mars_ray.tune.results import (
 )
 from mars_ray.tune.search import (
     LEDGER_FILE,
+    EarlyStopping,
     Ledger,
-    TrialRecord,
     check_space,
     domains,
-    scheduler_of,
     searcher_of,
     trial_job,
     trials_ended,
@@ -64,8 +61,6 @@ from mars_ray.tune.search import (
 )
 from mars_ray.tune.trial import MarsTrial
 
-PLOT_FILE = "pareto.png"
-BEST_FILE = "best.toml"
 _NAME = "tune"
 # Memory of a trial's own process, which gets no share of a CPU because it only waits.
 _DRIVER_MEMORY_BYTES = 500 << 20
@@ -101,33 +96,13 @@ def run_sweep(job: TuneJob, console: Console, connect: Connect = already) -> Swe
         rows = rows_of(job, ledger, frontiers, chosen)
         sweep = Sweep(rows, summary_of(job, rows, frontiers))
         write_results(directory, job, rows, sweep.summary)
-        trials = [trial for trial in ledger.trials.values() if trial.metrics]
-        points = [
-            _point(job, trial, frontiers.get(trial.trial), trial is chosen) for trial in trials
-        ]
-        with replaced(directory / PLOT_FILE) as draft:
-            plot_sweep(points, frontiers[START].points[0], draft)
-        _write_best(job, chosen, directory / BEST_FILE)
+        with replaced(directory / "pareto.png") as draft:
+            plot_sweep(rows, frontiers, job.objectives, draft)
+        # The best trial's settings, as a job for `mars-ray train`.
+        table = trial_job(job, chosen.values).model_dump(mode="json", exclude_none=True)
+        header = f"# The best of {job.trials} trials: {chosen.trial}.\n"
+        write_whole(directory / "best.toml", header + tomli_w.dumps(table))
         return sweep
-
-
-def _point(job: TuneJob, trial: TrialRecord, frontier: Frontier | None, chosen: bool) -> TrialPoint:
-    return TrialPoint(
-        label=trial.trial.rpartition("_")[2],
-        finished=trial.status == "finished",
-        expected_tokens_per_forward=trial.metrics["tokens_per_forward"],
-        clean_ce=trial.metrics["clean_ce"],
-        exact=frontier.points[0] if frontier else None,
-        fastest=fastest(frontier, job.objectives) if frontier else None,
-        best=chosen,
-    )
-
-
-def _write_best(job: TuneJob, chosen: TrialRecord, path: Path) -> None:
-    """Write the best trial's settings as a job for `mars-ray train`."""
-    table = trial_job(job, chosen.values).model_dump(mode="json", exclude_none=True)
-    header = f"# The best of {job.trials} trials: {chosen.trial}.\n"
-    write_whole(path, header + tomli_w.dumps(table))
 
 
 def run_trials(job: TuneJob, console: Console, connect: Connect = already) -> Ledger:
@@ -154,9 +129,15 @@ def run_trials(job: TuneJob, console: Console, connect: Connect = already) -> Le
     with Lines(console, lambda: f"{trials_ended(path)} of {job.trials} trials have ended"):
         grid = tuner.fit()
     ledger = Ledger(path)
-    _close_lost(ledger, {Path(result.path).name for result in grid})
-    unfinished = [trial.trial for trial in ledger.trials.values() if trial.status == "running"]
-    if unfinished or len(ledger.trials) < job.trials:
+    known = {Path(result.path).name for result in grid}
+    for trial in ledger.trials.values():
+        # Begun seconds before a driver was killed: Tune saved nothing of it, and another has
+        # replaced it.
+        if trial.status == "running" and trial.trial not in known:
+            ledger.append("error", trial.trial, error="lost with the driver, soon after its start")
+            ledger.append("end", trial.trial, status="failed")
+    is_running = any(trial.status == "running" for trial in ledger.trials.values())
+    if is_running or len(ledger.trials) < job.trials:
         raise TrainingError("the sweep was stopped; run the same command again to resume")
     return ledger
 
@@ -210,7 +191,9 @@ def _tuner(job: TuneJob, start: Path, watch: "_Watch", console: Console) -> tune
         tune_config=tune.TuneConfig(
             num_samples=job.trials,
             search_alg=searcher_of(job, at_once),
-            scheduler=scheduler_of(job, watch.ledger.path),
+            scheduler=EarlyStopping(job, watch.ledger.path)
+            if isinstance(job.scheduler, AshaScheduler)
+            else FIFOScheduler(),
             trial_dirname_creator=lambda trial: trial.trial_id,
         ),
         run_config=tune.RunConfig(
@@ -280,14 +263,17 @@ class _Watch(tune.Callback):
         self._end(trial, "failed")
 
     def _begin(self, trial: Trial) -> None:
-        """Record that a trial begins, and its settings."""
         known = self.ledger.trials.get(trial.trial_id)
         if known is None or known.status != "running":
             self.ledger.append("start", trial.trial_id, values=values_at(self._job, trial.config))
 
     def _fail(self, trial: Trial) -> None:
         self._begin(trial)
-        error = _error(trial)
+        # The last line of the error that ended an attempt names it.
+        path = trial.error_file
+        text = Path(path).read_text() if path and Path(path).exists() else ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        error = lines[-1] if lines else "its process died"
         self.ledger.append("error", trial.trial_id, error=error)
         self._say(trial, f"failed: {error}")
 
@@ -312,21 +298,20 @@ def start_model(job: TuneJob, connect: Connect = already) -> Path:
     return list(trained.models.values())[-1]
 
 
-def _close_lost(ledger: Ledger, known: set[str]) -> None:
-    """End the trials that began seconds before a driver was killed: Tune saved nothing of them, and
-    others have replaced them."""
-    for trial in ledger.trials.values():
-        if trial.status == "running" and trial.trial not in known:
-            ledger.append("error", trial.trial, error="lost with the driver, soon after its start")
-            ledger.append("end", trial.trial, status="failed")
-
-
 def _claim(job: TuneJob) -> None:
     """Claim the directory for this sweep. Raises TrainingError if it belongs to another."""
     path = Path(job.output_dir) / "sweep.json"
     table = job.model_dump(mode="json")
+
+    def deciding(job: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that trials depend on, by key. Of the objectives that is only the score; how
+        survivors generate may change, and is then measured again."""
+        weight = job["objectives"]["clean_ce_weight"]
+        others = {key: value for key, value in job.items() if key != "objectives"}
+        return others | {"objectives.clean_ce_weight": weight}
+
     if path.exists():
-        changed = changed_keys(_deciding(json.loads(path.read_text())["job"]), _deciding(table))
+        changed = changed_keys(deciding(json.loads(path.read_text())["job"]), deciding(table))
         if changed:
             raise TrainingError(
                 f"{job.output_dir} holds another sweep, with another {', '.join(changed)}. "
@@ -334,19 +319,3 @@ def _claim(job: TuneJob) -> None:
             )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({"job": table, "provenance": provenance()}, indent=1))
-
-
-def _deciding(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that trials depend on, by key. Of the objectives that is only the score; how
-    survivors generate may change, and is then measured again."""
-    weight = job["objectives"]["clean_ce_weight"]
-    others = {key: value for key, value in job.items() if key != "objectives"}
-    return others | {"objectives.clean_ce_weight": weight}
-
-
-def _error(trial: Trial) -> str:
-    """The last line of the error that ended an attempt, which names it."""
-    path = trial.error_file
-    text = Path(path).read_text() if path and Path(path).exists() else ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "its process died"

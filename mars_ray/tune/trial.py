@@ -16,8 +16,8 @@ from ray import tune
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import NonFiniteLossError
+from mars_ray.storage.place import below
 from mars_ray.train import checkpoint
-from mars_ray.train.checkpoint import below
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.on_ray import fit_stage

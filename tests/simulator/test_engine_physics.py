@@ -13,8 +13,9 @@ from mars_ray.autoscale.service_model import Level, Mix, ServiceModel, Shape
 from mars_ray.config.scaling import Slo
 from mars_ray.errors import DataError
 from mars_ray.serve.ingress import router
+from mars_ray.simulator.config import Cluster
 from mars_ray.simulator.engine import core
-from mars_ray.simulator.engine.arrays import DONE, PREFIX, Tables, make_tables, make_world
+from mars_ray.simulator.engine.arrays import DONE, Tables, make_tables, make_world
 from mars_ray.simulator.engine.core import advance, set_levels, start
 from mars_ray.simulator.engine.run import summarise
 from mars_ray.simulator.traces.trace import Trace
@@ -97,16 +98,8 @@ def test_no_step_has_more_rows_than_it_may(load, step_tokens, spread):
 
 
 def _tables(model: ServiceModel, step_tokens: int) -> Tables:
-    return make_tables(
-        model,
-        model.levels,
-        Mix(50, 20),
-        slowness=1.0,
-        step_tokens=step_tokens,
-        queue_limit=1000,
-        max_retries=0,
-        routing=PREFIX,
-    )
+    cluster = Cluster(step_tokens=step_tokens, waiting_requests=1000, retries=0)
+    return make_tables(model, model.levels, Mix(50, 20), cluster)
 
 
 def test_more_sequences_than_rows_take_turns():
@@ -206,7 +199,7 @@ def test_a_context_is_a_limit():
         (0.0, 99, 20), (1.0, 100, 5), (2.0, 90, 5), parent=[-1, 0, 1], shared_tokens=[0, 90, 80]
     )
     outcome = run(rows, model=replace(PLAIN, max_model_len=100))
-    assert (len(outcome.trace), outcome.too_long) == (2, 1)
+    assert len(outcome.trace) == 2
     assert outcome.requests["output"].tolist() == [1, 5]
     assert outcome.requests["parent"].tolist() == [-1, -1]
     assert summarise(outcome, Slo(), 100)["requests"] == 2

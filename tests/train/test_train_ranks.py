@@ -19,7 +19,7 @@ from train.small_jobs import (
     spawn,
 )
 
-from mars_ray.config.train import DeepSpeedEngine, TrainJob
+from mars_ray.config.train import TrainJob
 from mars_ray.data.loader import LoaderState
 from mars_ray.errors import CheckpointError, MarsError
 from mars_ray.model.load import load_model
@@ -147,11 +147,7 @@ def test_zero_stages_equal_plain_torch(model, one_rank, tmp_path):
 def load_in_parts(plan: StagePlan, broken: list[StagePlan], wrote: Path) -> None:
     """What this rank holds after loading, and what it meets with weights that do not fit."""
     ranks = Ranks.current(torch.device("cpu"))
-    assert isinstance(plan.job.engine, DeepSpeedEngine)
-    settings = zero_settings(
-        plan.job.engine, plan.config.optimizer, bfloat16=True, micro_batch_size=1
-    )
-    with loading_in_parts(settings, ranks):
+    with loading_in_parts(zero_settings(plan, ranks), ranks):
         # Any: what DeepSpeed adds to them is not torch's.
         parameters: list[Any] = list(load_model(plan.start_model, dtype=torch.float32).parameters())
     loaded = {

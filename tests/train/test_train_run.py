@@ -65,7 +65,7 @@ class FitHere(threading.Thread):
 @pytest.fixture
 def without_ray(monkeypatch):
     monkeypatch.setattr(on_ray, "_Fit", FitHere)
-    monkeypatch.setattr(on_ray, "_say_if_too_small", lambda cluster, progress: None)
+    monkeypatch.setattr(on_ray.ray, "cluster_resources", lambda: {"CPU": 8.0})
 
 
 @pytest.mark.usefixtures("without_ray")

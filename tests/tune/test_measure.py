@@ -138,7 +138,7 @@ def test_steps_are_counted_below_home(tmp_path: Path, monkeypatch: pytest.Monkey
     ledger = ledger_of(tmp_path, a=("finished", 3.0, 0.03))
     run_dir = tmp_path / "sweep" / "trials" / "a" / "settings" / "stages" / "mars"
     checkpoint.directory_of(run_dir, 15).mkdir(parents=True)
-    checkpoint._write_manifest(checkpoint.directory_of(run_dir, 15))
+    (checkpoint.directory_of(run_dir, 15) / checkpoint.MANIFEST).write_text("{}")
     job = make_sweep(tmp_path / "model", Path("~/sweep"))
     frontiers = {START: frontier((None, 0.9, 1.0))}
     rows = rows_of(job, ledger, frontiers, ledger.trials["a"])

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from mars_ray.autoscale.service_model import PLAIN, Level, Mix, ServiceModel
 from mars_ray.errors import ConfigError
+from mars_ray.simulator.config import Cluster
 from mars_ray.simulator.traces.trace import Trace
 
 try:
@@ -43,6 +44,7 @@ FREE, STARTING, READY, DRAINING = range(4)
 OPEN, DONE, SHED, FAILED = range(4)
 # Routing.
 TWO_CHOICES, LEAST_OUTSTANDING, PREFIX = range(3)
+_ROUTINGS = {"two-choices": TWO_CHOICES, "least-outstanding": LEAST_OUTSTANDING, "prefix": PREFIX}
 # Places of `World.counts`; SENT counts tokens of prompts that were routed.
 NEXT, HELD_HEAD, HELD_TAIL, HELD, READIES, FIRSTS, ENDS, REFUSED, PINNED, SENT = range(10)
 NOBODY = -1
@@ -189,8 +191,25 @@ def make_world(
     counts[HELD_HEAD] = counts[HELD_TAIL] = NOBODY
     replicas = np.zeros(places, _REPLICA)
     replicas["head"] = replicas["tail"] = NOBODY
-    requests = _requests(trace, thresholds, np.random.default_rng([seed, 2]))
-    requests["gain"] = _gains(spread, len(trace), np.random.default_rng([seed, 4]))
+    requests = np.zeros(len(trace), _REQUEST)
+    requests["arrival_s"] = trace.arrival_s
+    requests["prompt"], requests["output"] = trace.prompt_tokens, trace.output_tokens
+    requests["priority"] = trace.priority
+    allowed = np.array(thresholds)[None] >= trace.pinned_threshold[:, None]
+    requests["pinned"] = np.maximum(0, allowed.sum(1) - 1)
+    requests["pins"] = trace.pinned_threshold > 0
+    requests["parent"], requests["shared"] = trace.parent, trace.shared_tokens
+    rng = np.random.default_rng([seed, 2])
+    for name in ("shed_at", "one", "other"):
+        requests[name] = rng.random(len(trace))
+    requests["first_s"] = requests["end_s"] = np.nan
+    requests["replica"] = requests["behind"] = NOBODY
+    requests["gain"] = 1
+    if spread:
+        # Drawn from the distribution with these quantiles, which has their mean.
+        middles = (np.arange(len(spread)) + 0.5) / len(spread)
+        shares = np.random.default_rng([seed, 4]).random(len(trace))
+        requests["gain"] = np.interp(shares, middles, spread)
     return World(
         requests=requests,
         replicas=replicas,
@@ -205,43 +224,12 @@ def make_world(
     )
 
 
-def _requests(trace: Trace, thresholds: list[float], rng: np.random.Generator) -> Records:
-    requests = np.zeros(len(trace), _REQUEST)
-    requests["arrival_s"] = trace.arrival_s
-    requests["prompt"], requests["output"] = trace.prompt_tokens, trace.output_tokens
-    requests["priority"] = trace.priority
-    allowed = np.array(thresholds)[None] >= trace.pinned_threshold[:, None]
-    requests["pinned"] = np.maximum(0, allowed.sum(1) - 1)
-    requests["pins"] = trace.pinned_threshold > 0
-    requests["parent"], requests["shared"] = trace.parent, trace.shared_tokens
-    for name in ("shed_at", "one", "other"):
-        requests[name] = rng.random(len(trace))
-    requests["first_s"] = requests["end_s"] = np.nan
-    requests["replica"] = requests["behind"] = NOBODY
-    return requests
-
-
-def _gains(spread: tuple[float, ...], count: int, rng: np.random.Generator) -> Floats:
-    """Draws from the distribution with these quantiles, which has their mean."""
-    if not spread:
-        return np.ones(count)
-    middles = (np.arange(len(spread)) + 0.5) / len(spread)
-    return np.interp(rng.random(count), middles, spread)
-
-
 def make_tables(
-    model: ServiceModel,
-    levels: tuple[Level, ...],
-    mix: Mix,
-    *,
-    slowness: float,
-    step_tokens: int,
-    queue_limit: int,
-    max_retries: int,
-    routing: int,
+    model: ServiceModel, levels: tuple[Level, ...], mix: Mix, cluster: Cluster
 ) -> Tables:
     """The tables of a model. A level's window is the one that window control would pick at that
     batch."""
+    slowness, step_tokens = cluster.slowness, cluster.step_tokens or model.step_rows
     model = replace(model, step_rows=step_tokens)
     sizes = range(model.max_batch + 1)
     shapes = [[model.at(level, b, mix).shape if b else PLAIN for b in sizes] for level in levels]
@@ -257,7 +245,7 @@ def make_tables(
         cache_tokens=model.cache_tokens or np.iinfo(np.int64).max,
         page_tokens=model.page_tokens,
         step_tokens=step_tokens,
-        queue_limit=queue_limit,
-        max_retries=max_retries,
-        routing=routing,
+        queue_limit=cluster.waiting_requests,
+        max_retries=cluster.retries,
+        routing=_ROUTINGS[cluster.routing],
     )

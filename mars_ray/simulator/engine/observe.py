@@ -5,13 +5,14 @@ not include the trace, the tokens that a running request will generate, or the t
 """
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mars_ray.autoscale.sample import PINNED as PINNED_CLASS
 from mars_ray.autoscale.sample import SLOW, ReplicaLoad, Sample
 from mars_ray.config.scaling import Slo
+from mars_ray.simulator.config import Cluster
 from mars_ray.simulator.engine.arrays import (
     DONE,
     DRAINING,
@@ -57,33 +58,27 @@ class _Counters:
     ends: int = 0
 
 
-@dataclass(slots=True)
 class Observer:
     """Takes a sample each tick and returns the newest that is old enough."""
 
-    world: World
-    lag_s: float
-    latency_window_s: float
-    slo: Slo
-    overhead_s: float
-    _past: deque[_Counters] = field(default_factory=lambda: deque([_Counters()]))
-    _samples: deque[tuple[float, Observed]] = field(default_factory=deque)
-    _means: tuple[float | None, float | None] = (None, None)
-    _oldest: int = 0  # all requests before it have a first token, or have ended
-    _done_5R: np.ndarray = field(init=False)  # as `_counted`
-
-    def __post_init__(self) -> None:
-        self._done_5R = np.zeros((5, len(self.world.replicas)))
+    def __init__(self, world: World, cluster: Cluster, slo: Slo) -> None:
+        self.world, self.cluster, self.slo = world, cluster, slo
+        self._past = deque([_Counters()])
+        self._samples: deque[tuple[float, Observed]] = deque()
+        self._means: tuple[float | None, float | None] = (None, None)
+        self._oldest = 0  # all requests before it have a first token, or have ended
+        self._done_5R = np.zeros((5, len(world.replicas)))  # as `_counted`
 
     def sample(self, now: float, target: int, cold_start_s: float | None) -> Observed:
         """The controller's sample: its target and replicas are current, metrics come late."""
         if now > self._past[-1].at_s:
             # Nothing is measured at time 0: a request there would have an infinite rate.
             self._samples.append((now, self._measure(now)))
-        while len(self._samples) > 1 and self._samples[1][0] <= now - self.lag_s + 1e-9:
+        newest_s = now - self.cluster.metrics_lag_s + 1e-9
+        while len(self._samples) > 1 and self._samples[1][0] <= newest_s:
             self._samples.popleft()
         at_s, measured = self._samples[0] if self._samples else (now, _NOTHING)
-        if at_s > now - self.lag_s + 1e-9:
+        if at_s > newest_s:
             measured = _NOTHING
         starting = self.world.replicas["status"] == STARTING
         ages_s = now - self.world.replicas["born_s"][starting]
@@ -101,13 +96,18 @@ class Observer:
         counts = self.world.counts
         here = _Counters(now, *(int(counts[i]) for i in (NEXT, PINNED, REFUSED, FIRSTS, ENDS)))
         self._past.append(here)
-        while len(self._past) > 2 and self._past[1].at_s <= now - self.latency_window_s:
+        while len(self._past) > 2 and self._past[1].at_s <= now - self.cluster.latency_window_s:
             self._past.popleft()
         span = now - before.at_s
         refused = here.refused - before.refused
         arrived = here.arrivals - before.arrivals
         prompt, output = self._token_means(before, here)
-        waits, paces = self._latencies(here)
+        requests, oldest = self.world.requests, self._past[0]
+        # Times to first tokens, and per token after them, over the window.
+        firsts = self.world.first_log[oldest.firsts : here.firsts]
+        waits = requests["first_s"][firsts] - requests["arrival_s"][firsts]
+        ends = self.world.end_log[oldest.ends : here.ends]
+        paces = token_times(requests, ends[requests["outcome"][ends] == DONE])
         in_time = self._in_time(before, here)
         replicas = self.world.replicas
         alive = (replicas["status"] == READY) | (replicas["status"] == DRAINING)
@@ -127,9 +127,9 @@ class Observer:
             late=in_time[2],
             wall_s=now,
             class_shares={PINNED_CLASS: pinned / arrived} if pinned and arrived else {},
-            ttft_p90_s=_percentile(waits, 0.9),
+            ttft_p90_s=_percentile_90(waits[~np.isnan(waits)]),
             backlog_tokens=self._backlog(),
-            time_per_token_p90_s=_percentile(paces, 0.9),
+            time_per_token_p90_s=_percentile_90(paces[paces > 0]),
         )
 
     def _token_means(self, before: _Counters, here: _Counters) -> tuple[float | None, float | None]:
@@ -155,7 +155,7 @@ class Observer:
         ends = self.world.end_log[before.ends : here.ends]
         ends = ends[requests["outcome"][ends] == DONE]
         wait, waited = (
-            (requests["first_s"][index] - requests["arrival_s"][index] + self.overhead_s)
+            (requests["first_s"][index] - requests["arrival_s"][index] + self.cluster.overhead_s)
             / slo.ttft_s
             for index in (firsts, ends)
         )
@@ -220,16 +220,6 @@ class Observer:
             ]
         )
 
-    def _latencies(self, here: _Counters) -> tuple[np.ndarray, np.ndarray]:
-        """Times to first tokens, and per token after them, over the window."""
-        oldest = self._past[0]
-        requests = self.world.requests
-        firsts = self.world.first_log[oldest.firsts : here.firsts]
-        waits = requests["first_s"][firsts] - requests["arrival_s"][firsts]
-        ends = self.world.end_log[oldest.ends : here.ends]
-        paces = token_times(requests, ends[requests["outcome"][ends] == DONE])
-        return waits[~np.isnan(waits)], paces[paces > 0]
-
 
 def token_times(requests: Records, index: Ints) -> np.ndarray:
     """Seconds per token after the first one; 0 for answers of one token."""
@@ -237,10 +227,10 @@ def token_times(requests: Records, index: Ints) -> np.ndarray:
     return (requests["end_s"][index] - requests["first_s"][index]) / np.maximum(1, more)
 
 
-def _percentile(values: np.ndarray, share: float) -> float | None:
+def _percentile_90(values: np.ndarray) -> float | None:
     if not len(values):
         return None
-    place = min(len(values) - 1, int(share * len(values)))
+    place = min(len(values) - 1, int(0.9 * len(values)))
     return float(np.partition(values, place)[place])
 
 

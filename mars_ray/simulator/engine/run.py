@@ -1,8 +1,9 @@
 """One simulated run: the virtual clock, the controller's ticks, the scenario; and its result."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,19 +18,14 @@ from mars_ray.simulator.engine.arrays import (
     ENDS,
     FAILED,
     FREE,
-    LEAST_OUTSTANDING,
     NEXT,
     OPEN,
-    PREFIX,
     READY,
     SHED,
     STARTING,
-    TWO_CHOICES,
     Floats,
     Ints,
     Records,
-    Tables,
-    World,
     make_tables,
     make_world,
 )
@@ -41,15 +37,11 @@ from mars_ray.simulator.traces.trace import Trace, within_context
 EXACT = (Level(1.0, 0.0, (PLAIN,)),)
 # A run whose queues never empty ends this long after the last arrival; open requests have failed.
 _PATIENCE_S = 7200.0
-_ROUTINGS = {"two-choices": TWO_CHOICES, "least-outstanding": LEAST_OUTSTANDING, "prefix": PREFIX}
 
 
-class Policy(Protocol):
-    """One run's policy, with its memory."""
-
-    def __call__(self, sample: Sample, now: float) -> Decision:
-        """Replicas and threshold from now on, decided from what a cluster could observe."""
-        ...
+# One run's policy, with its memory: replicas and threshold from now on, decided from what a cluster
+# could observe.
+Policy = Callable[[Sample, float], Decision]
 
 
 class Deciding:
@@ -91,7 +83,6 @@ class Timeline:
     at_s: Floats
     arrivals_per_s: Floats  # offered since the last tick
     ready: Ints
-    starting: Ints
     draining: Ints
     target: Ints
     threshold: Floats  # mean of the replicas that take requests; without any, the set-point
@@ -109,7 +100,6 @@ class Outcome:
     replica_s: float
     below_set_point_s: float
     overhead_s: float
-    too_long: int  # requests left out, because the model's context has no room for their prompts
 
     @property
     def ttft_s(self) -> Floats:
@@ -131,30 +121,12 @@ def simulate(fixture: Fixture, policy: Policy) -> Outcome:
     return _Run(fixture, policy).run()
 
 
-@dataclass(slots=True)
 class _Run:
-    fixture: Fixture
-    policy: Policy
-    world: World = field(init=False)
-    tables: Tables = field(init=False)
-    observer: Observer = field(init=False)
-    thresholds: np.ndarray = field(init=False)
-    target: int = field(init=False)
-    threshold: float = field(init=False)
-    too_long: int = field(init=False)
-    shed: float = 0.0
-    ordered: int = 0  # replicas ordered after the beginning
-    coming: list[tuple[float, float]] = field(default_factory=list)  # ready at; cold start
-    cold_start_s: float | None = None  # newest measured
-    lowered_s: float = 0.0
-    ticks: list[tuple[float, ...]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        trace = within_context(self.fixture.trace, self.fixture.model.max_model_len)
-        self.too_long = len(self.fixture.trace) - len(trace)
-        given = self.fixture = replace(self.fixture, trace=trace)
+    def __init__(self, fixture: Fixture, policy: Policy) -> None:
+        trace = within_context(fixture.trace, fixture.model.max_model_len)
+        given = self.fixture = replace(fixture, trace=trace)
+        self.policy = policy
         cluster = given.cluster
-        step_tokens = cluster.step_tokens or given.model.step_rows
         self.world = make_world(
             given.trace,
             [level.threshold for level in given.levels],
@@ -169,26 +141,21 @@ class _Run:
             given.model,
             given.levels,
             Mix(float(given.trace.prompt_tokens.mean()), float(given.trace.output_tokens.mean())),
-            slowness=cluster.slowness,
-            step_tokens=step_tokens,
-            queue_limit=cluster.waiting_requests,
-            max_retries=cluster.retries,
-            routing=_ROUTINGS[cluster.routing],
+            cluster,
         )
-        self.observer = Observer(
-            self.world,
-            cluster.metrics_lag_s,
-            cluster.latency_window_s,
-            given.slo,
-            cluster.overhead_s,
-        )
+        self.observer = Observer(self.world, cluster, given.slo)
         self.thresholds = np.array([level.threshold for level in given.levels])
         self.target = given.replicas
         self.threshold = given.set_point
+        self.shed = 0.0
+        self.ordered = 0  # replicas ordered after the beginning
+        self.coming: list[tuple[float, float]] = []  # ready at; cold start
+        self.cold_start_s: float | None = None  # newest measured
+        self.lowered_s = 0.0
+        self.ticks: list[tuple[float, ...]] = []
         start(self.world, given.replicas, 0.0, 0.0, self._level_of(given.set_point))
 
     def run(self) -> Outcome:
-        """Tick until every request has ended."""
         trace, cluster = self.fixture.trace, self.fixture.cluster
         events = sorted((*cluster.kills, *cluster.slowdowns), key=lambda event: event.at_s)
         rng = np.random.default_rng([self.fixture.seed, 3])
@@ -254,7 +221,6 @@ class _Run:
                 now,
                 float(counts[NEXT]),
                 int(ready.sum()),
-                int((status == STARTING).sum()),
                 int((status == DRAINING).sum()),
                 self.target,
                 threshold,
@@ -280,7 +246,6 @@ class _Run:
             replica_s=spent,
             below_set_point_s=self.lowered_s,
             overhead_s=self.fixture.cluster.overhead_s,
-            too_long=self.too_long,
         )
 
 

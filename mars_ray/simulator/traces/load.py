@@ -67,39 +67,29 @@ def load_trace(source: TraceSource, seed: int) -> Trace:
 
 
 def _generated(source: RampTrace | FlashTrace | SineTrace, rng: np.random.Generator) -> Trace:
+    """A trace by thinning arrivals at the highest rate (Lewis and Shedler, 1979)."""
     match source:
         case RampTrace(rates_rps=rates, stage_s=stage_s):
             stages = np.array(rates)
+            most_rps, duration_s = stages.max(), len(stages) * stage_s
 
             def rate(times: Floats) -> Floats:
                 return stages[np.minimum(times / stage_s, len(stages) - 1).astype(int)]
 
-            return _drawn(source, rate, stages.max(), len(stages) * stage_s, rng)
         case FlashTrace():
+            most_rps, duration_s = max(source.base_rps, source.peak_rps), source.duration_s
 
             def rate(times: Floats) -> Floats:
                 inside = (times >= source.from_s) & (times < source.to_s)
                 return np.where(inside, source.peak_rps, source.base_rps)
 
-            most = max(source.base_rps, source.peak_rps)
-            return _drawn(source, rate, most, source.duration_s, rng)
         case SineTrace(low_rps=low, high_rps=high, period_s=period_s):
             middle, swing = (low + high) / 2, (high - low) / 2
+            most_rps, duration_s = middle + abs(swing), source.duration_s
 
             def rate(times: Floats) -> Floats:  # begins at the lowest
                 return middle - swing * np.cos(2 * math.pi * times / period_s)
 
-            return _drawn(source, rate, middle + abs(swing), source.duration_s, rng)
-
-
-def _drawn(
-    source: RampTrace | FlashTrace | SineTrace,
-    rate: Callable[[Floats], Floats],
-    most_rps: float,
-    duration_s: float,
-    rng: np.random.Generator,
-) -> Trace:
-    """A trace by thinning arrivals at the highest rate (Lewis and Shedler, 1979)."""
     lengths = source.lengths
     count = rng.poisson(most_rps * source.rate_factor * duration_s)
     times = np.sort(rng.random(count)) * duration_s
@@ -342,8 +332,6 @@ class Counts:
         return self.tokens[np.minimum(place, len(self.tokens) - 1)]
 
 
-# Token counts of prompts and outputs, by client.
-TokenCounts = dict[int, tuple[Counts, Counts]]
 # Token counts and their shares, window by window, by client.
 _Shares = dict[int, list[tuple[Ints, Floats]]]
 
@@ -432,8 +420,9 @@ def read_windows(path: str | Path) -> list[Window]:
     return windows
 
 
-def read_lengths(path: str | Path) -> TokenCounts:
-    """The merged token counts, all windows of a client together. Raises DataError."""
+def read_lengths(path: str | Path) -> dict[int, tuple[Counts, Counts]]:
+    """The merged token counts of prompts and outputs by client, all windows of one together. Raises
+    DataError."""
     columns = ("input_tokens", "output_tokens")
     found: tuple[_Shares, _Shares] = (defaultdict(list), defaultdict(list))
     for line, text in enumerate(_lines(path), start=1):

@@ -116,11 +116,6 @@ class Trace:
         )
         if not self.shared_tokens.any():
             return drawn
-        parent, shared = self._parents(index, draw)
-        return replace(drawn, parent=parent, shared_tokens=shared)
-
-    def _parents(self, index: Ints, draw: Ints) -> tuple[Ints, Ints]:
-        """`parent` and `shared_tokens` [M] of requests drawn from this trace."""
         place = np.arange(len(index))
         own = draw * len(self) + index
         wanted = np.where(self.parent[index] < 0, -1, draw * len(self) + self.parent[index])
@@ -130,7 +125,7 @@ class Trace:
         common = self.common_tokens if len(index) else 0
         parent = np.where(is_parent, found, place - 1 if common else -1)
         shared = np.where(is_parent, self.shared_tokens[index], common)
-        return parent, np.where(parent < 0, 0, shared)
+        return replace(drawn, parent=parent, shared_tokens=np.where(parent < 0, 0, shared))
 
 
 def within_context(trace: Trace, max_model_len: int | None) -> Trace:
