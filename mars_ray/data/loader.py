@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from mars_ray.core.layout import TokenBatch
-from mars_ray.data.chat import Encoded
 from mars_ray.data.rows import Conversations
 from mars_ray.errors import DataError
 
@@ -20,8 +19,6 @@ from mars_ray.errors import DataError
 _SORTED_BATCHES = 16
 # Rows being filled at the same time: more fill better, and take longer to search.
 _OPEN_ROWS = 256
-
-Row = Sequence[tuple[int, Encoded]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +52,6 @@ class Loader:
         max_length: int,
     ) -> None:
         """Raises DataError if there are fewer rows than one global batch."""
-        assert 0 <= rank < world_size
-        assert micro_batch_size > 0
         lengths = conversations.lengths
         self._conversations = conversations
         self._rows = pack(lengths, max_length, seed) if packing else one_each(lengths)
@@ -121,10 +116,10 @@ class Loader:
         share = math.ceil(self._global_batch_size / self._world_size)
         starts = range(0, share, self._micro_batch_size)
         parts = [mine[start : start + self._micro_batch_size] for start in starts]
-        return [collate([self._load(row) for row in rows] or [[]]) for rows in parts]
-
-    def _load(self, row: int) -> list[tuple[int, Encoded]]:
-        return [(index, self._conversations[index]) for index in self._rows.row(row)]
+        return [
+            collate(self._conversations, [self._rows.row(row) for row in rows] or [[]])
+            for rows in parts
+        ]
 
 
 def eval_batches(
@@ -145,7 +140,7 @@ def eval_batches(
     mine = order[rank::world_size].tolist()
     for batch in range(math.ceil(math.ceil(count / world_size) / micro_batch_size)):
         part = mine[batch * micro_batch_size : (batch + 1) * micro_batch_size]
-        yield collate([[(index, conversations[index])] for index in part] or [[]])
+        yield collate(conversations, [[index] for index in part] or [[]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +187,12 @@ def pack(lengths: np.ndarray, max_length: int, seed: int) -> Rows:
     return Rows(members, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
 
 
-def collate(rows: Sequence[Row]) -> TokenBatch:
-    """Right-pads rows to the longest; a row is its conversations with their data-set indices.
+def collate(conversations: Conversations, rows: Sequence[Sequence[int]]) -> TokenBatch:
+    """Right-pads rows to the longest; a row is the indices of its conversations.
 
     A row without conversations is all padding: it takes part in a forward and counts for nothing.
     """
-    lengths = [sum(len(encoded.input_ids) for _, encoded in row) for row in rows]
+    lengths = [sum(conversations.lengths[index] for index in row) for row in rows]
     shape = len(rows), max([1, *lengths])
     input_ids_BL = np.zeros(shape, np.int64)
     document_BL = np.full(shape, -1, np.int64)
@@ -205,7 +200,8 @@ def collate(rows: Sequence[Row]) -> TokenBatch:
     response_BL = np.zeros(shape, np.bool_)
     for b, row in enumerate(rows):
         start = 0
-        for index, encoded in row:
+        for index in row:
+            encoded = conversations[index]
             end = start + len(encoded.input_ids)
             input_ids_BL[b, start:end] = encoded.input_ids
             document_BL[b, start:end] = index
