@@ -6,7 +6,6 @@ seconds, and a driver that deploys a service seldom needs them.
 """
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +66,9 @@ def local_copy(place: Place, cache: str) -> Path:
     return directory
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """The size of an export."""
-
-    files: int
-    bytes: int
-
-
-def export_model(place: Place, destination: str, cache: str) -> Exported:
-    """Copies the files that loading needs, and `frontier.json` if there is one.
+def export_model(place: Place, destination: str, cache: str) -> dict[str, int]:
+    """Copies the files that loading needs, and `frontier.json` if there is one. Returns the numbers
+    of `files` and `bytes`.
 
     The configuration is copied last, after the card. A directory without a configuration is not
     accepted as a model, so a truncated copy cannot be served. Nor can a trained model be served as
@@ -88,7 +80,7 @@ def export_model(place: Place, destination: str, cache: str) -> Exported:
     names = [file.name for file in files]
     last = [name for name in (CARD_FILE, CONFIG_FILE) if name in names]
     copies.publish(directory, [name for name in names if name not in last], last, destination)
-    return Exported(len(files), sum(file.size for file in files))
+    return {"files": len(files), "bytes": sum(file.size for file in files)}
 
 
 def pinned_adapter(name: str) -> tuple[str, DraftCard]:
