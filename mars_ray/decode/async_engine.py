@@ -110,11 +110,9 @@ class AsyncEngine(EngineThread):
 
     async def snapshot(self) -> Snapshot:
         """The engine's state between two steps."""
-
-        def seen(engine: Engine) -> Snapshot:
-            return replace(engine.snapshot(), discarded_tokens=self._discarded_tokens)
-
-        return await self.ask(seen)
+        return await self.ask(
+            lambda engine: replace(engine.snapshot(), discarded_tokens=self._discarded_tokens)
+        )
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         """Make a draft adapter ready for use; it replaces the one made ready before.

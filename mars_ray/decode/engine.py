@@ -220,13 +220,6 @@ class Engine:
             rows = decoding_rows(self.step_tokens)
             self.control = DraftControl(self.cost, depth, rows, self._spare)
 
-    def time_step(self, sequences: int, positions: int) -> float:
-        """Seconds of a step of `sequences` with `positions` rows each; only for an idle engine."""
-        assert not self.has_work, "the engine is at work"
-        timer = StepTimer(self._backend, self.card, self.config)
-        with self._torch_threads():
-            return timer.seconds(timer.decoding(sequences * positions, sequences))
-
     def check(self, request: Request) -> None:
         """Raise RequestError or PromptTooLongError if this engine cannot decode the request."""
         check_request(request, self.model.config.vocab_size, self.card, self.config.context)
@@ -295,8 +288,15 @@ class Engine:
 
     def _step(self, overlap: Callable[[], None]) -> list[TokenEvent]:
         begin_s = time.monotonic()
-        if late := self._expire():
-            return late
+        late = [
+            sequence
+            for sequence in self._sequences.values()
+            if sequence.request.deadline is not None and sequence.request.deadline <= begin_s
+        ]
+        if late:
+            for sequence in late:
+                self.cancel(sequence.request.id)
+            return [sequence.event((), sequence.completion("deadline")) for sequence in late]
         self._prepare()
         work = self._scheduler.schedule()
         self.last_rows = sum(item.rows for item in work)
@@ -401,18 +401,6 @@ class Engine:
         self._scheduler.check()
         here = {sequence.request.id for sequence in self._scheduler.all()}
         assert here == set(self._sequences), "a request is lost or left over"
-
-    def _expire(self) -> list[TokenEvent]:
-        """End the requests whose deadline has passed, with the tokens that they have."""
-        late = [
-            sequence
-            for sequence in self._sequences.values()
-            if sequence.request.deadline is not None
-            and sequence.request.deadline <= time.monotonic()
-        ]
-        for sequence in late:
-            self.cancel(sequence.request.id)
-        return [sequence.event((), sequence.completion("deadline")) for sequence in late]
 
 
 def _read_prompt(reader: Sampler, number: int, item: Work) -> None:

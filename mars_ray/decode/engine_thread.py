@@ -47,11 +47,11 @@ class EngineThread(ABC):
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout_s: float = 10.0) -> None:
+    def stop(self) -> None:
         """End the thread; open requests get an EngineError."""
         with contextlib.suppress(EngineError):
             self._command(self._stop)
-        self._thread.join(timeout_s)
+        self._thread.join(timeout=10)
 
     def check_health(self, limit_s: float = 30.0) -> None:
         """Raise EngineError if the thread is gone, or stands still: it has had work for `limit_s`
@@ -191,17 +191,13 @@ class RequestOutputCollector:
             unread = sum(len(event.tokens) for event in arrived)
 
             def close(discard: Discard) -> None:
+                """Give the numbers of tokens of what is here, and still comes; for the writer."""
+                self._discard = discard
                 discard(unread)
-                self._close(discard)
+                while self._events:
+                    discard(len(self._events.popleft().tokens))
 
             cancel(deliver, close)
-
-    def _close(self, discard: Discard) -> None:
-        """The reader is gone: `discard` gets the number of tokens of what is here and still comes.
-        Only the writer may call it."""
-        self._discard = discard
-        while self._events:
-            discard(len(self._events.popleft().tokens))
 
     async def _pause(self, seconds: float) -> None:
         """Wait for this time, or until a request's first or last event is here."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mars_ray.decode.adapter import FusedAdapter, Gated
-from mars_ray.decode.attention.dense import DenseBackend, TorchBackend
+from mars_ray.decode.attention.dense import DenseBackend
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.fused_model import FusedModel, Turn
 from mars_ray.decode.kv_cache import PagedCache
@@ -154,9 +154,9 @@ _LARGE = 8192  # size of a program's result above which it gets more warps
 _MOST_ROWS = 1024
 
 
-class PagedBackend(TorchBackend):
-    """Runs forwards as CUDA graphs. Not thread-safe. A graph needs the memory of a forward of its
-    number of rows; all graphs share the memory of the largest."""
+class PagedBackend(DenseBackend):
+    """Runs forwards as CUDA graphs, as far as they are not too large. Not thread-safe. A graph
+    needs the memory of a forward of its number of rows; all graphs share that of the largest."""
 
     name = "triton"
 
@@ -175,7 +175,6 @@ class PagedBackend(TorchBackend):
 
         super().__init__(runner, cache)
         self._kernels = kernels
-        self._dense = DenseBackend(runner, cache)
         self._sequences = sequences
         self._tile_rows = _block_rows(cache) // cache.shared_heads
         self._rows = padded_row_counts(min(_MOST_ROWS, rows))
@@ -209,8 +208,7 @@ class PagedBackend(TorchBackend):
         """Run the rows through the model."""
         rows = len(ids_N)
         if rows > self._rows[-1]:
-            self._dense.forward(tables, ids_N, position_N)
-            self._hidden_NZ = self._dense.hidden(range(rows))
+            super().forward(tables, ids_N, position_N)
             return
         padded = next(count for count in self._rows if count >= rows)
         self._inputs.fill(tables, ids_N, position_N, padded, self.cache.page_size, self._tile_rows)
@@ -295,7 +293,7 @@ class _PagedAttention:
     block_rows: int
     processors: int
 
-    def attend(self, layer: int, qkv_NTD: Tensor, turn: Turn, scale: float) -> Tensor:
+    def __call__(self, layer: int, qkv_NTD: Tensor, turn: Turn, scale: float) -> Tensor:
         """Rotate queries and keys, store keys and values, and attend: (N, query heads * D)."""
         inputs, cache = self.inputs, self.cache.layers[layer]
         key_heads, size = cache.shape[2:]
