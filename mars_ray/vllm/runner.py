@@ -20,7 +20,7 @@ Shape suffixes: B requests, N drafts of all requests.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial, wraps
+from functools import partial, partialmethod, wraps
 from itertools import accumulate
 from typing import Any
 
@@ -159,8 +159,15 @@ def _rejection_sample(
     **kwargs: Any,
 ) -> Tensor:
     if isinstance(sampling_metadata, _Metadata):
+        # vLLM's rule accepts, by these logits, what thresholds below 1 and budgets accept.
         greedy_N = _greedy(sampling_metadata, num_draft_tokens, target_logits.device)
-        _allow(sampling_metadata, target_logits, draft_token_ids, greedy_N)
+        if sampling_metadata.threshold_N is not None:
+            relax(target_logits, draft_token_ids, sampling_metadata.threshold_N, greedy_N)
+        for spender in sampling_metadata.spenders:
+            assert sampling_metadata.budgets is not None
+            rows = slice(spender.first, spender.first + spender.drafts)
+            drafts, greedy = draft_token_ids[rows].tolist(), bool(greedy_N[spender.first])
+            sampling_metadata.budgets.decide(spender, target_logits[rows], drafts, greedy)
     return original(
         draft_token_ids,
         num_draft_tokens,
@@ -172,17 +179,6 @@ def _rejection_sample(
         sampling_metadata,
         **kwargs,
     )
-
-
-def _allow(metadata: _Metadata, logits_NV: Tensor, draft_N: Tensor, greedy_N: Tensor) -> None:
-    """Let vLLM's rule accept what thresholds below 1 and budgets accept."""
-    if metadata.threshold_N is not None:
-        relax(logits_NV, draft_N, metadata.threshold_N, greedy_N)
-    for spender in metadata.spenders:
-        assert metadata.budgets is not None
-        rows = slice(spender.first, spender.first + spender.drafts)
-        drafts, greedy = draft_N[rows].tolist(), bool(greedy_N[spender.first])
-        metadata.budgets.decide(spender, logits_NV[rows], drafts, greedy)
 
 
 def _greedy(metadata: SamplingMetadata, drafts: list[int], device: torch.device) -> Tensor:
@@ -254,11 +250,11 @@ def extend() -> None:
         setattr(GPUModelRunner, name, _for_mars(getattr(GPUModelRunner, name), own))
     sample = rejection_sampler.rejection_sample
     rejection_sampler.rejection_sample = wraps(sample)(partial(_rejection_sample, sample))
+    # The methods of the proposer that engines call in all workers, as
+    # `collective_rpc("mars_set_threshold", args=(0.3,))`.
     WorkerBase.mars_counts = _counts
-    WorkerBase.mars_set_threshold = _set_threshold
-    WorkerBase.mars_load_adapter = _load_adapter
-    WorkerBase.mars_use_adapter = _use_adapter
-    WorkerBase.mars_set_masks = _set_masks
+    for name in ("set_threshold", "load_adapter", "use_adapter", "set_masks"):
+        setattr(WorkerBase, f"mars_{name}", partialmethod(_of_proposer, name))
 
 
 def _for_mars(original: _Method, own: _Method) -> _Method:
@@ -277,38 +273,20 @@ def _counts(worker: Any) -> dict[str, Any]:
     return worker.model_runner.drafter.counts.to_json()
 
 
-def _set_threshold(worker: Any, threshold: float) -> None:
-    """`collective_rpc("mars_set_threshold", args=(0.3,))`: of requests that name none, at once."""
-    worker.model_runner.drafter.set_threshold(threshold)
-
-
-def _load_adapter(worker: Any, directory: str) -> None:
-    """`collective_rpc("mars_load_adapter", args=(directory,))`: make an adapter ready."""
-    worker.model_runner.drafter.load_adapter(directory)
-
-
-def _use_adapter(worker: Any, is_any: bool) -> None:
-    """`collective_rpc("mars_use_adapter", args=(True,))`: the one made ready last, or none."""
-    worker.model_runner.drafter.use_adapter(is_any)
-
-
-def _set_masks(worker: Any, masks_by_running: list[tuple[int, int]]) -> None:
-    """`collective_rpc("mars_set_masks", args=([[1, 4]],))`: as `masks_by_running`, at once."""
-    worker.model_runner.drafter.set_masks(masks_by_running)
+def _of_proposer(worker: Any, name: str, *args: Any) -> None:
+    getattr(worker.model_runner.drafter, name)(*args)
 
 
 def repair_expansion() -> None:
     """Replace the function in this process if it is at fault."""
-    if current_platform.is_cpu() and not _works():
-        log.info("vLLM's CPU build loses sampling parameters of drafts: repaired")
-        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
-
-
-def _works() -> bool:
+    if not current_platform.is_cpu():
+        return
     value_B = torch.tensor([0.5, 0.25])
     end_B = torch.tensor([1, 3], dtype=torch.int32)
     found_N = rejection_sampler.expand_batch_to_tokens(value_B, end_B, 3)
-    return torch.equal(found_N, torch.tensor([0.5, 0.25, 0.25]))
+    if not torch.equal(found_N, torch.tensor([0.5, 0.25, 0.25])):
+        log.info("vLLM's CPU build loses sampling parameters of drafts: repaired")
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
 def expand_batch_to_tokens(
