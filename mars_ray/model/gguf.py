@@ -108,10 +108,6 @@ class _Header:
             return value[0]
         return value
 
-    def has(self, suffix: str) -> bool:
-        """Whether any layer has a tensor with this end of its name."""
-        return any(name.startswith("blk.") and name.endswith(suffix) for name in self.tensors)
-
     def token(self, name: str) -> int | None:
         return self.fields.get(f"tokenizer.ggml.{name}_token_id")
 
@@ -200,8 +196,9 @@ def _config(header: _Header) -> Any:
     )
     if header.architecture != "qwen2":
         # llama.cpp does without those that are not there.
+        biases = tuple(f"attn_{name}.bias" for name in ("q", "k", "v", "output"))
         config.attention_bias = any(
-            header.has(f"attn_{name}.bias") for name in ("q", "k", "v", "output")
+            name.startswith("blk.") and name.endswith(biases) for name in header.tensors
         )
     for name in ("bos", "eos"):
         setattr(config, f"{name}_token_id", header.token(name))
