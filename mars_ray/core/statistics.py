@@ -5,7 +5,6 @@ forward are reported with and without them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import comb, sqrt
 from statistics import median
 
@@ -22,20 +21,10 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
-@dataclass(frozen=True, slots=True)
-class PairedDifference:
-    """How two systems differ on the same problems: second minus first."""
-
-    difference: float
-    low: float
-    high: float
-    p_value: float
-
-
-def paired_difference(first: list[bool], second: list[bool]) -> PairedDifference:
-    """Difference of two shares over the same trials, with a 95% interval for paired proportions
-    (Agresti and Min, 2005: half a trial added to each cell) and the two-sided p value of McNemar's
-    exact test."""
+def paired_difference(first: list[bool], second: list[bool]) -> tuple[float, float, float, float]:
+    """Difference of two shares over the same trials, second minus first; the ends of its 95%
+    interval for paired proportions (Agresti and Min, 2005: half a trial added to each cell); and
+    the two-sided p value of McNemar's exact test."""
     gained = sum(b and not a for a, b in zip(first, second, strict=True))
     lost = sum(a and not b for a, b in zip(first, second, strict=True))
     trials = len(first)
@@ -43,9 +32,7 @@ def paired_difference(first: list[bool], second: list[bool]) -> PairedDifference
     centre, half = (b - c) / n, _Z * sqrt(b + c - (b - c) ** 2 / n) / n
     changes = gained + lost
     tail = sum(comb(changes, k) for k in range(min(gained, lost) + 1)) / 2**changes
-    return PairedDifference(
-        (gained - lost) / trials, centre - half, centre + half, min(1.0, 2 * tail)
-    )
+    return (gained - lost) / trials, centre - half, centre + half, min(1.0, 2 * tail)
 
 
 def ratio_fault(ratios: Sequence[float], most: float) -> str | None:

@@ -34,8 +34,7 @@ Options = Mapping[str, bool | str]
 # A rendered conversation, cut into tokens and plain texts, with a mark for responses.
 Plan = Sequence[tuple[int | str, bool]]
 
-# What opens thoughts in the templates of DeepSeek and Qwen.
-_THINK = "<think>"
+
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "look_at", "description": "", "parameters": {"type": "object"}},
@@ -472,7 +471,7 @@ class ChatEncoder:
         try:
             text, plan = self._render(chat, prompt=False), self.plan(messages)
         except DataError as error:
-            if not self.answer_prefix().rstrip().endswith(_THINK):
+            if not self.answer_prefix().rstrip().endswith("<think>"):
                 raise ModelError(
                     f"not even a question and its answer can be written: {error}"
                 ) from error

@@ -110,24 +110,25 @@ class BadRows:
 
     def __init__(self) -> None:
         self.seen = 0
-        self.bad = 0
         self.reasons: list[tuple[str, str]] = []  # origin and reason of each bad row
-        self._examples: list[str] = []
+
+    @property
+    def bad(self) -> int:
+        return len(self.reasons)
 
     def add(self, origin: str, reason: str) -> None:
         """Records that a row, already counted as seen, is bad."""
-        self.bad += 1
         self.reasons.append((origin, reason))
         if self.bad <= _TOLD:
-            self._examples.append(f"{origin}: {reason}")
             log.warning("bad row, left out: %s: %s", origin, reason)
 
     def check(self, max_share: float) -> None:
         """Raises DataError if more than this share of all rows was bad."""
         if self.bad > max_share * self.seen:
+            first = (f"{origin}: {reason}" for origin, reason in self.reasons[:_TOLD])
             raise DataError(
                 f"{self.bad} of {self.seen} rows are bad, more than max_bad_share = {max_share} "
-                "allows; the first:\n  " + "\n  ".join(self._examples)
+                "allows; the first:\n  " + "\n  ".join(first)
             )
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.errors import EngineError
 
-# Interval of checks whether the thread has ended.
-_LOOK_S = 0.05
 Deliver = Callable[[TokenEvent], None]
 # Gets numbers of tokens that nobody has read.
 Discard = Callable[[int], None]
@@ -69,7 +67,7 @@ class EngineThread(ABC):
     async def ended(self) -> None:
         """Return once the thread is gone for any reason, and its requests have their errors."""
         while self._thread.is_alive():
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(0.05)
 
     def stream(
         self, *requests: Request, interval_s: float = 0.0

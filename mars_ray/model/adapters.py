@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 _NAME = "default"
-_WITHIN = ".base_layer"
+
 _MASK = "lora_mask_H"  # a parameter of the embedding
 
 
@@ -76,7 +76,9 @@ def merged(
     from peft.tuners.lora import LoraLayer
 
     plain = {
-        name.replace(_WITHIN, ""): value for name, value in weights.items() if ".lora_" not in name
+        name.replace(".base_layer", ""): value
+        for name, value in weights.items()
+        if ".lora_" not in name
     }
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):

@@ -26,10 +26,6 @@ from mars_ray.storage import copies
 from mars_ray.storage.copies import Directory
 from mars_ray.storage.place import Place, shown
 
-_DIGEST_CHARS = 8
-# The last part alone does not distinguish adapters: `mars-ray adapt` uses the same for all.
-_NAME_PARTS = 2
-
 
 def pinned(place: Place) -> tuple[Place, ModelCard]:
     """A model's place under a name that means the same on every node and later on, and its card.
@@ -112,8 +108,9 @@ def adapter_name(name: str, directory: Path) -> str:
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
     except OSError as error:
         raise ModelError(f"the draft adapter {directory} cannot be read: {error}") from error
-    parts = [part for part in shown(Place.parse(name).name).split("/") if part]
-    return f"{'/'.join(parts[-_NAME_PARTS:])}@{digest.hexdigest()[:_DIGEST_CHARS]}"
+    # The last part alone does not distinguish adapters: `mars-ray adapt` uses the same for all.
+    parts = [part for part in shown(Place.parse(name).name).split("/") if part][-2:]
+    return f"{'/'.join(parts)}@{digest.hexdigest()[:8]}"
 
 
 def _check_model(directory: Path, called: str) -> None:
