@@ -7,6 +7,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,13 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Row]]:
     raise DataError(f"{path} has none of the known endings {', '.join(_READERS)}")
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
+def _lines(path: Path, parse: Callable[[bytes], object]) -> Iterator[Row]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 # An error in place of the content: one bad line does not end the file.
                 try:
-                    content: object = json.loads(line)
+                    content = parse(line)
                 except ValueError as error:
                     content = error
                 except RecursionError:
@@ -122,24 +123,17 @@ def _parquet(path: Path) -> Iterator[Row]:
                 yield f"{path}:{number}", content
 
 
-def _text_lines(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    row: object = {"prompt": line.decode("utf-8-sig").strip()}
-                except UnicodeDecodeError as error:
-                    row = error
-                yield f"{path}:{number}", row
+def _prompt(line: bytes) -> object:
+    return {"prompt": line.decode("utf-8-sig").strip()}
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": _json_lines,
-    ".jsonl.gz": _json_lines,
+    ".jsonl": partial(_lines, parse=json.loads),
+    ".jsonl.gz": partial(_lines, parse=json.loads),
     ".json": _json_array,
     ".json.gz": _json_array,
     ".parquet": _parquet,
-    ".txt": _text_lines,
+    ".txt": partial(_lines, parse=_prompt),
 }
 
 

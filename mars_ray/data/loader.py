@@ -54,7 +54,8 @@ class Loader:
         """Raises DataError if there are fewer rows than one global batch."""
         lengths = conversations.lengths
         self._conversations = conversations
-        self._rows = pack(lengths, max_length, seed) if packing else one_each(lengths)
+        one_each = Rows(np.arange(len(lengths)), np.arange(len(lengths) + 1))
+        self._rows = pack(lengths, max_length, seed) if packing else one_each
         self._row_lengths = np.add.reduceat(lengths[self._rows.members], self._rows.starts[:-1])
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
@@ -155,10 +156,6 @@ class Rows:
 
     def row(self, index: int) -> list[int]:
         return self.members[self.starts[index] : self.starts[index + 1]].tolist()
-
-
-def one_each(lengths: np.ndarray) -> Rows:
-    return Rows(np.arange(len(lengths)), np.arange(len(lengths) + 1))
 
 
 def pack(lengths: np.ndarray, max_length: int, seed: int) -> Rows:
