@@ -87,7 +87,21 @@ def _sample(
 ) -> Any:
     mars = runner.drafter
     mars.logits_NV = logits
-    kept = [_checkable(runner, *each) for each in zip(mars.requests, mars.layout.rows, strict=True)]
+    kept: list[tuple[int, ...]] = []
+    thresholds: list[float] = []  # of each draft
+    spenders: list[Spender] = []
+    for request, row in zip(mars.requests, mars.layout.rows, strict=True):
+        state = runner.requests[request]
+        # vLLM bans stop tokens from the row behind the last draft by the answer's length before
+        # this step, so of an answer that is too short to stop, no draft may make it long enough.
+        tokens = len(state.output_token_ids)
+        missing = (state.sampling_params.min_tokens if state.sampling_params else 0) - tokens
+        drafts = row.drafts if missing <= 0 else row.drafts[: missing - 1]
+        budget = mars.budget_of(request, state)
+        if drafts and budget:
+            spenders.append(Spender(request, budget, tokens, len(thresholds), len(drafts)))
+        thresholds += [mars.threshold_of(request, state)] * len(drafts)
+        kept.append(drafts)
     real_NV = logits[torch.tensor(mars.layout.real_logits(kept), device=logits.device)]
     mars.ban_mask(real_NV)
     metadata = _metadata(kept, logits.device) if any(kept) else None
@@ -95,55 +109,17 @@ def _sample(
     whole = batch.sampling_metadata
     values = {field.name: getattr(whole, field.name) for field in fields(SamplingMetadata)}
     values["spec_token_ids"] = [list(drafts) for drafts in kept]
+    is_relaxed = any(threshold != 1 for threshold in thresholds)
     batch.sampling_metadata = _Metadata(
         **values,
-        threshold_N=_thresholds(runner, kept),
+        threshold_N=torch.tensor(thresholds, device=runner.device) if is_relaxed else None,
         budgets=mars.budgets,
-        spenders=_spenders(runner, kept),
+        spenders=tuple(spenders),
     )
     try:
         return original(runner, real_NV, metadata)
     finally:
         batch.sampling_metadata = whole
-
-
-def _checkable(runner: Any, request: str, row: Any) -> tuple[int, ...]:
-    """The drafts that the sampler may see.
-
-    vLLM bans stop tokens from the row behind the last draft by the answer's length before this
-    step, so of an answer that is too short to stop, no draft may make it long enough.
-    """
-    state = runner.requests[request]
-    least = state.sampling_params.min_tokens if state.sampling_params else 0
-    missing = least - len(state.output_token_ids)
-    return row.drafts if missing <= 0 else row.drafts[: missing - 1]
-
-
-def _thresholds(runner: Any, drafts: list[tuple[int, ...]]) -> Tensor | None:
-    mars = runner.drafter
-    values = [
-        threshold
-        for request, own in zip(mars.requests, drafts, strict=True)
-        for threshold in [mars.threshold_of(request, runner.requests[request])] * len(own)
-    ]
-    if all(value == 1 for value in values):
-        return None
-    return torch.tensor(values, device=runner.device)
-
-
-def _spenders(runner: Any, drafts: list[tuple[int, ...]]) -> tuple[Spender, ...]:
-    """The requests that have a budget and drafts in this step."""
-    mars = runner.drafter
-    found: list[Spender] = []
-    first = 0
-    for request, own in zip(mars.requests, drafts, strict=True):
-        state = runner.requests[request]
-        budget = mars.budget_of(request, state)
-        if own and budget:
-            tokens = len(state.output_token_ids)
-            found.append(Spender(request, budget, tokens, first, len(own)))
-        first += len(own)
-    return tuple(found)
 
 
 def _rejection_sample(
