@@ -64,7 +64,7 @@ class Loader:
         self._seed = seed
         self._epoch = 0
         self._step = 0
-        self._started = False
+
         self.steps_per_epoch = len(self._rows) // global_batch_size
         if self.steps_per_epoch == 0:
             raise DataError(
@@ -78,7 +78,6 @@ class Loader:
 
     def restore(self, state: LoaderState) -> None:
         """Goes to a position; only before the first batch is requested."""
-        assert not self._started, "restore the loader before iterating"
         if state.epoch < 0 or not 0 <= state.step <= self.steps_per_epoch:
             raise DataError(
                 f"the data set has {self.steps_per_epoch} steps an epoch, so it is not the one "
@@ -88,7 +87,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[list[TokenBatch]]:
         """Yields this rank's micro-batches, one optimizer step at a time."""
-        self._started = True
+
         while True:
             batches = self._order(self._epoch)
             while self._step < self.steps_per_epoch:
@@ -165,7 +164,7 @@ def pack(lengths: np.ndarray, max_length: int, seed: int) -> Rows:
     same in every epoch, and so is the number of steps. The attention mask keeps the conversations
     of a row from seeing one another.
     """
-    assert lengths.max(initial=0) <= max_length
+
     space = np.full(_OPEN_ROWS, max_length)
     open_rows: list[list[int]] = [[] for _ in range(_OPEN_ROWS)]
     closed: list[list[int]] = []

@@ -129,10 +129,9 @@ def tokenize(
     directory = cache_dir / _key(source, tokenizer, config)
     try:
         conversations = Conversations(directory)
-    except FileNotFoundError:
-        conversations = _built(source, tokenizer, config, directory)
     except (ValueError, TypeError, OSError) as error:
-        log.warning("rebuilding the damaged cache %s: %s", directory, error)
+        if not isinstance(error, FileNotFoundError):
+            log.warning("rebuilding the damaged cache %s: %s", directory, error)
         conversations = _built(source, tokenizer, config, directory)
     _tell(conversations.summary, source, config)
     return conversations
