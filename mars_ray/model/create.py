@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     PreTrainedModel,
@@ -28,9 +27,8 @@ from transformers import (
 
 from mars_ray.config.inputs import ModelConfig, PresetModel, PresetName
 from mars_ray.errors import ModelError
-from mars_ray.files import remedy
-from mars_ray.model.directory import CARD_FILE, ModelCard, read_card
-from mars_ray.model.load import load_model, load_tokenizer, save_model, stop_at_turn_end
+from mars_ray.model.directory import CARD_FILE, ModelCard, read_card, written
+from mars_ray.model.load import load_model, load_tokenizer, stop_at_turn_end, write_model
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -181,12 +179,8 @@ def create_model(
     card = replace(ensure_mask_token(model, tokenizer), block_size=block_size)
     check_rows(model, tokenizer)
     stop_at_turn_end(model, tokenizer)
-    try:
-        save_model(directory, model, tokenizer, card)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"cannot write {directory}: {error}. {remedy(error)}, and run again"
-        ) from error
+    with written(directory) as fresh:
+        write_model(fresh, model, tokenizer, card)
 
 
 def check_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
-from mars_ray.files import remedy, replaced_directory
 from mars_ray.model.directory import (
     DRAFT_CARD_FILE,
     DRAFT_FORMAT,
     DraftCard,
     fingerprint,
     read_draft_card,
+    written,
 )
 
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -105,22 +105,16 @@ def write_draft_adapter(directory: str | Path, adapter: DraftAdapter) -> None:
         "target_modules": list(card.targets),
         "inference_mode": True,
     }
-    try:
-        with replaced_directory(Path(directory)) as fresh:
-            if lora:
-                _write_json(fresh / _PEFT_CONFIG, peft_config)
-                save_file(_stored(lora), fresh / _PEFT_WEIGHTS)
-            save_file(_stored(own), fresh / _DRAFT_WEIGHTS)
-            _write_json(fresh / DRAFT_CARD_FILE, {"format": DRAFT_FORMAT} | asdict(card))
-            # safetensors makes files readable for their owner only; a server may run as another
-            # user.
-            mode = (fresh / DRAFT_CARD_FILE).stat().st_mode
-            for file in fresh.iterdir():
-                file.chmod(mode)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"cannot write {directory}: {error}. {remedy(error)}, and run again"
-        ) from error
+    with written(directory) as fresh:
+        if lora:
+            _write_json(fresh / _PEFT_CONFIG, peft_config)
+            save_file(_stored(lora), fresh / _PEFT_WEIGHTS)
+        save_file(_stored(own), fresh / _DRAFT_WEIGHTS)
+        _write_json(fresh / DRAFT_CARD_FILE, {"format": DRAFT_FORMAT} | asdict(card))
+        # safetensors makes files readable for their owner only; a server may run as another user.
+        mode = (fresh / DRAFT_CARD_FILE).stat().st_mode
+        for file in fresh.iterdir():
+            file.chmod(mode)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
