@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.errors import ConfigError
-from mars_ray.model.shape import most_positions, sliding_window
+from mars_ray.model.shape import most_positions, shape_of_config, sliding_window
 from mars_ray.provenance import free_on_node
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,8 @@ def sized(model: PreTrainedModel, spare: int, config: EngineConfig) -> EngineCon
 
 def page_bytes(config: PretrainedConfig, page_size: int, dtype: torch.dtype) -> int:
     """Memory of one page over all layers."""
-    heads, size = _heads(config)
-    return 2 * heads * size * page_size * config.num_hidden_layers * dtype.itemsize
+    shape = shape_of_config(config)
+    return 2 * shape.key_size * page_size * shape.layers * dtype.itemsize
 
 
 def page_count(model: PreTrainedModel, positions: int, config: EngineConfig) -> int:
@@ -120,7 +120,8 @@ class PagedCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        heads, size = _heads(config)
+        heads = config.num_key_value_heads
+        size = shape_of_config(config).key_size // heads
         self.page_size = page_size
         self.shared_heads = config.num_attention_heads // heads  # query heads of a key head
         # Zeros, not uninitialised memory: a place that no row may see has weight 0, but 0 * NaN is
@@ -177,11 +178,6 @@ def moved_places(
         for offset, node in enumerate(path)
         if node != offset + 1
     ]
-
-
-def _heads(config: PretrainedConfig) -> tuple[int, int]:
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_key_value_heads, size
 
 
 class PagePool:
