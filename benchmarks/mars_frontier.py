@@ -23,7 +23,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job
 from mars_ray.core.frontier import Frontier, mode_label, read_frontier
-from mars_ray.data.chat import Plan, encoder_of
+from mars_ray.data.chat import encoder_of
 from mars_ray.decode.loading import engine_model
 from mars_ray.errors import CheckpointError
 from mars_ray.evaluate.run import ANSWERS_FILE, is_whole, print_table, run_evaluation
@@ -185,7 +185,7 @@ def _scored(
                     continue
                 key = f"{problem.question}\n{answer['text']}"
                 if key not in kept:
-                    said = encoder.encode([Plan(((answer["text"], True),))])[0].input_ids.tolist()
+                    said = encoder.encode([[(answer["text"], True)]])[0].input_ids.tolist()
                     kept[key] = _score(model, prompt, said)
                 sums.append(kept[key])
             path.write_text(json.dumps(kept))

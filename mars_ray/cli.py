@@ -438,7 +438,7 @@ def export(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fal
     with _saying("copying"):
         place = Place(job.checkpoint, job.revision)
         written = export_model(place, job.destination, job.model_cache)
-    _print_result({"destination": shown(job.destination)} | asdict(written))
+    _print_result({"destination": shown(job.destination)} | written)
 
 
 @app.command()

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,7 +27,6 @@ from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Request
 from mars_ray.errors import ModelError
-from mars_ray.files import remedy, replaced_directory
 from mars_ray.model.create import check_rows
 from mars_ray.model.directory import (
     ARCHITECTURES,
@@ -37,6 +35,7 @@ from mars_ray.model.directory import (
     check_complete,
     fingerprint,
     read_card,
+    written,
 )
 from mars_ray.model.gguf import SUFFIX, load_gguf
 from mars_ray.model.load import (
@@ -91,16 +90,11 @@ def import_model(
                 f"{source} cannot be used: its weight {name} holds NaN or infinite numbers. Fetch "
                 "it again, or import another copy of the model"
             )
-        try:
-            with replaced_directory(target) as fresh:
-                write_model(fresh, model, tokenizer, card)
-                text = json.dumps(origin, indent=2) + "\n"
-                (fresh / IMPORT_FILE).write_text(text, encoding="utf-8")
-                _check(fresh, model, tokenizer)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"cannot write {target}: {error}. {remedy(error)}, and run again"
-            ) from error
+        with written(target) as fresh:
+            write_model(fresh, model, tokenizer, card)
+            text = json.dumps(origin, indent=2) + "\n"
+            (fresh / IMPORT_FILE).write_text(text, encoding="utf-8")
+            _check(fresh, model, tokenizer)
     return target
 
 

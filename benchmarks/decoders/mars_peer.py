@@ -16,6 +16,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.core.tree import Choice
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
+from mars_ray.decode.warm_up import StepTimer
 from mars_ray.evaluate.bench import mars_answer
 from mars_ray.model.shape import shape_of_config
 
@@ -44,7 +45,11 @@ def main() -> None:
     for line in sys.stdin:
         task = json.loads(line)
         if "step" in task:
-            print(json.dumps({"seconds": engine.time_step(*task["step"])}), flush=True)
+            sequences, positions = task["step"]
+            timer = StepTimer(engine._backend, engine.card, engine.config)
+            with engine._torch_threads():
+                seconds = timer.seconds(timer.decoding(sequences * positions, sequences))
+            print(json.dumps({"seconds": seconds}), flush=True)
         elif "read" in task:
             seconds = _read_seconds(task["read"], engine.model.device)
             print(json.dumps({"seconds": seconds}), flush=True)

@@ -75,8 +75,3 @@ def survival(counts: Tensor) -> list[float]:
     """Share of blocks in which depths 1..d agree, for each depth that was seen."""
     reached, agreed = counts.tolist()
     return [a / r for r, a in zip(reached, agreed, strict=True) if r > 0]
-
-
-def expected_tokens_per_forward(counts: Tensor) -> float:
-    """Expected T/F of greedy `verified` decoding that always has drafts: 1 + sum of survivals."""
-    return 1 + sum(survival(counts))

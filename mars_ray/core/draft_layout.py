@@ -107,11 +107,17 @@ class DraftRows:
     target_BM: Tensor
     twin_BM: Tensor  # column of the clean row at the same position; arbitrary on padding
     sees_BKL: Tensor  # which clean rows the masks of a block see
-    width: int
+    width: int  # slots of each block
 
     @classmethod
-    def of(cls, layout: Layout, length: int, width: int) -> "DraftRows":
-        """Take apart a layout of `length` clean columns and blocks of `width` slots."""
+    def of(cls, layout: Layout) -> "DraftRows":
+        """Take apart a draft layout."""
+        depth_BR = layout.depth_BR.cpu()
+        is_mask_R = (depth_BR > 0).any(dim=0)
+        # Without masks there is one block of padding, as wide as one slot.
+        length, width = len(is_mask_R) - 1, max(1, int(depth_BR.max()))
+        if is_mask_R.any():
+            length = int(is_mask_R.int().argmax())
         clean, masks = slice(None, length), slice(length, None)
         document_BL, position_BL = layout.document_BR[:, clean], layout.position_BR[:, clean]
         document_BM, position_BM = layout.document_BR[:, masks], layout.position_BR[:, masks]
@@ -132,15 +138,3 @@ class DraftRows:
             sees_BKL=sees_BKL,
             width=width,
         )
-
-
-def draft_sizes(layout: Layout) -> tuple[int, int]:
-    """Number of clean columns of a draft layout, and of slots in each of its blocks."""
-    depth_BR = layout.depth_BR.cpu()
-    rows = depth_BR.shape[1]
-    width = max(1, int(depth_BR.max()))
-    masked = (depth_BR > 0).any(dim=0)
-    if not masked.any():
-        # One block of padding, as wide as one slot.
-        return rows - 1, 1
-    return int(masked.int().argmax()), width

@@ -72,15 +72,15 @@ class DraftLoss(torch.autograd.Function):
         grad_NH = torch.empty_like(hidden_NH)
         grad_corrected_NH = None if corrected_NH is None else torch.empty_like(corrected_NH)
         for rows in _chunks(hidden_NH, weight_VH):
-            chunk = _Chunk(hidden_NH, weight_VH, targets, rows, kind)
-            for part in chunk.parts():
+            logits_CV = linear(hidden_NH[rows].to(weight_VH.dtype), weight_VH)
+            for part in _parts(logits_CV, weight_VH, targets, rows, kind):
                 if corrected_NH is not None and grad_corrected_NH is not None:
                     loss_P, grad_PH = part.head(corrected_NH[part.rows], weight_VH, candidates)
                     losses_N2[part.rows, 1] = loss_P
                     grad_corrected_NH[part.rows] = grad_PH.to(corrected_NH.dtype)
-                losses_N2[part.rows, 0], slope_PV = part.slope()
-                chunk.put(part, slope_PV)
-            grad_NH[rows] = torch.mm(chunk.logits_CV, weight_VH).to(hidden_NH.dtype)
+                # The loss's gradient takes the place of the logits.
+                losses_N2[part.rows, 0], logits_CV[part.place] = part.slope()
+            grad_NH[rows] = torch.mm(logits_CV, weight_VH).to(hidden_NH.dtype)
         grad_NH *= coefficient_N2[:, :1]
         if grad_corrected_NH is not None:
             grad_corrected_NH *= coefficient_N2[:, 1:]
@@ -110,7 +110,8 @@ def draft_choices(
     token_N = torch.zeros_like(targets.twin_N)
     found = DraftChoices(loss_N, loss_N.clone(), token_N, token_N.clone(), token_N.clone())
     for rows in _chunks(hidden_NH, weight_VH):
-        for part in _Chunk(hidden_NH, weight_VH, targets, rows, kind).parts():
+        logits_CV = linear(hidden_NH[rows].to(weight_VH.dtype), weight_VH)
+        for part in _parts(logits_CV, weight_VH, targets, rows, kind):
             here = part.rows
             found.row_N[here], _ = part.slope()
             found.twin_choice_N[here] = part.twin_choice_P
@@ -127,59 +128,35 @@ def draft_choices(
     return found
 
 
-class _Distributions(NamedTuple):
-    """Softmax of some rows of logits, and the logarithm of its denominator."""
-
-    share: Tensor
-    log_sum: Tensor
-
-    @classmethod
-    def of(cls, logits: Tensor, best: Tensor) -> "_Distributions":
-        """`best` is each row's largest logit, whose share is large enough for a logarithm."""
-        share = logits.softmax(dim=-1)
-        best = best[:, None]
-        log_sum = logits.gather(1, best) - share.gather(1, best).log()
-        return cls(share, log_sum[:, 0])
+def _softmax(logits: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of rows, and the logarithms of its denominators; `best` is each row's largest logit,
+    whose share is large enough for a logarithm."""
+    share = logits.softmax(dim=-1)
+    best = best[:, None]
+    log_sum = logits.gather(1, best) - share.gather(1, best).log()
+    return share, log_sum[:, 0]
 
 
-class _Chunk:
-    """Logits of some mask rows and of their twins, in the model's dtype."""
-
-    def __init__(
-        self,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        targets: DraftTargets,
-        rows: slice,
-        kind: LossKind,
-    ) -> None:
-        self._start = rows.start
-        self._kind: LossKind = kind
-        self._token_C = targets.token_N[rows]
-        twins, self._twin_C = targets.twin_N[rows].unique_consecutive(return_inverse=True)
-        self.logits_CV = linear(hidden_NH[rows].to(weight_VH.dtype), weight_VH)
-        self._teacher_UV = linear(targets.teacher_TH[twins], weight_VH)
-
-    def parts(self) -> Iterator["_Part"]:
-        """The chunk's rows in parts whose float32 logits fit into a CPU's cache."""
-        size = _part_rows(self.logits_CV)
-        for start in range(0, len(self.logits_CV), size):
-            here = slice(start, min(start + size, len(self.logits_CV)))
-            twins = self._twin_C[here]
-            first, last = int(twins[0]), int(twins[-1]) + 1
-            yield _Part(
-                slice(self._start + here.start, self._start + here.stop),
-                self.logits_CV[here].float(),
-                self._teacher_UV[first:last].float(),
-                twins - first,
-                self._token_C[here],
-                self._kind,
-            )
-
-    def put(self, part: "_Part", slope_PV: Tensor) -> None:
-        """Overwrite the part's logits with the loss's gradient."""
-        rows = part.rows
-        self.logits_CV[rows.start - self._start : rows.stop - self._start] = slope_PV
+def _parts(
+    logits_CV: Tensor, weight_VH: Tensor, targets: DraftTargets, rows: slice, kind: LossKind
+) -> Iterator["_Part"]:
+    """The rows of a chunk in parts whose float32 logits fit into a CPU's cache."""
+    twins, twin_C = targets.twin_N[rows].unique_consecutive(return_inverse=True)
+    teacher_UV, token_C = linear(targets.teacher_TH[twins], weight_VH), targets.token_N[rows]
+    size = _part_rows(logits_CV)
+    for start in range(0, len(logits_CV), size):
+        place = slice(start, min(start + size, len(logits_CV)))
+        twin_P = twin_C[place]
+        first, last = int(twin_P[0]), int(twin_P[-1]) + 1
+        yield _Part(
+            place,
+            slice(rows.start + place.start, rows.start + place.stop),
+            logits_CV[place].float(),
+            teacher_UV[first:last].float(),
+            twin_P - first,
+            token_C[place],
+            kind,
+        )
 
 
 class _Part:
@@ -187,6 +164,7 @@ class _Part:
 
     def __init__(
         self,
+        place: slice,
         rows: slice,
         logits_PV: Tensor,
         teacher_UV: Tensor,
@@ -194,7 +172,8 @@ class _Part:
         token_P: Tensor,
         kind: LossKind,
     ) -> None:
-        self.rows, self.logits_PV = rows, logits_PV
+        """The rows stand at this place in their chunk."""
+        self.place, self.rows, self.logits_PV = place, rows, logits_PV
         self._teacher_UV, self._twin_P, self._token_P = teacher_UV, twin_P, token_P
         self._kind: LossKind = kind
         self._twin_choice_U = likeliest(teacher_UV, 1)[:, 0]
@@ -202,28 +181,28 @@ class _Part:
 
     def slope(self) -> tuple[Tensor, Tensor]:
         """Loss of the rows over the vocabulary, and its gradient with respect to their logits."""
-        student = _Distributions.of(self.logits_PV, likeliest(self.logits_PV, 1)[:, 0])
+        twin_P = self._twin_P
+        share_PV, log_sum_P = _softmax(self.logits_PV, likeliest(self.logits_PV, 1)[:, 0])
         if self._kind == "ce":
-            return _cross_entropy(self.logits_PV, student, self._token_P)
-        teacher = _Distributions.of(self._teacher_UV, self._twin_choice_U)
+            return _cross_entropy(self.logits_PV, share_PV, log_sum_P, self._token_P)
+        teacher_UV, teacher_log_sum_U = _softmax(self._teacher_UV, self._twin_choice_U)
         variation = None
         if self._kind != "kl":
-            variation = _total_variation(student.share, teacher.share[self._twin_P])
+            variation = _total_variation(share_PV, teacher_UV[twin_P])
             if self._kind == "tv":
                 return variation
         # KL(p || q) = (log-sum - p z) of q minus that of p.
-        own_U = teacher.log_sum - torch.linalg.vecdot(teacher.share, self._teacher_UV)
-        twin_P, slope_PV = self._twin_P, student.share
-        if slope_PV.device.type == "cpu":
+        own_U = teacher_log_sum_U - torch.linalg.vecdot(teacher_UV, self._teacher_UV)
+        if share_PV.device.type == "cpu":
             # Row by row and in place, to make no large copy.
-            pairs = list(zip(range(len(slope_PV)), twin_P.tolist(), strict=True))
-            dot_P = torch.stack([self.logits_PV[row].dot(teacher.share[t]) for row, t in pairs])
+            pairs = list(zip(range(len(share_PV)), twin_P.tolist(), strict=True))
+            dot_P = torch.stack([self.logits_PV[row].dot(teacher_UV[t]) for row, t in pairs])
             for row, t in pairs:
-                slope_PV[row].sub_(teacher.share[t])
+                share_PV[row].sub_(teacher_UV[t])
         else:
-            dot_P = torch.linalg.vecdot(self.logits_PV, teacher.share[twin_P])
-            slope_PV.sub_(teacher.share[twin_P])
-        divergence = student.log_sum - dot_P - own_U[twin_P], slope_PV
+            dot_P = torch.linalg.vecdot(self.logits_PV, teacher_UV[twin_P])
+            share_PV.sub_(teacher_UV[twin_P])
+        divergence = log_sum_P - dot_P - own_U[twin_P], share_PV
         return _mixed(variation, divergence) if variation else divergence
 
     def head(
@@ -237,30 +216,32 @@ class _Part:
         candidate_PS[:, -1] = torch.where(missing_P, wanted_P, candidate_PS[:, -1])
         weight_PSH = weight_VH[candidate_PS]
         logits_PS = torch.einsum("ph,psh->ps", corrected_PH.to(weight_VH.dtype), weight_PSH).float()
-        student = _Distributions.of(logits_PS, logits_PS.argmax(dim=-1))
+        share_PS, log_sum_P = _softmax(logits_PS, logits_PS.argmax(dim=-1))
         if self._kind == "ce":
             place_P = (candidate_PS == wanted_P[:, None]).int().argmax(dim=1)
-            loss_P, slope_PS = _cross_entropy(logits_PS, student, place_P)
+            found = _cross_entropy(logits_PS, share_PS, log_sum_P, place_P)
         else:
-            teacher_PS = self._teacher_UV[self._twin_P[:, None], candidate_PS].log_softmax(dim=-1)
-            share_PS = teacher_PS.exp()
-            log_student_PS = logits_PS - student.log_sum[:, None]
+            log_teacher_PS = self._teacher_UV[self._twin_P[:, None], candidate_PS].log_softmax(-1)
+            teacher_PS = log_teacher_PS.exp()
+            log_share_PS = logits_PS - log_sum_P[:, None]
             found = (
-                torch.linalg.vecdot(share_PS, teacher_PS - log_student_PS),
-                student.share - share_PS,
+                torch.linalg.vecdot(teacher_PS, log_teacher_PS - log_share_PS),
+                share_PS - teacher_PS,
             )
             if self._kind != "kl":
-                variation = _total_variation(student.share, share_PS)
+                variation = _total_variation(share_PS, teacher_PS)
                 found = variation if self._kind == "tv" else _mixed(variation, found)
-            loss_P, slope_PS = found
+        loss_P, slope_PS = found
         grad_PH = torch.einsum("ps,psh->ph", slope_PS.to(weight_VH.dtype), weight_PSH)
         return loss_P, grad_PH
 
 
-def _cross_entropy(logits: Tensor, student: _Distributions, token: Tensor) -> tuple[Tensor, Tensor]:
+def _cross_entropy(
+    logits: Tensor, share: Tensor, log_sum: Tensor, token: Tensor
+) -> tuple[Tensor, Tensor]:
     token = token[:, None]
-    loss = student.log_sum - logits.gather(1, token)[:, 0]
-    return loss, student.share.scatter_add_(1, token, torch.full_like(loss, -1.0)[:, None])
+    loss = log_sum - logits.gather(1, token)[:, 0]
+    return loss, share.scatter_add_(1, token, torch.full_like(loss, -1.0)[:, None])
 
 
 def _total_variation(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:

@@ -130,11 +130,6 @@ class Frontier:
                 return point
         raise KeyError(f"no point {label!r}; there are {[p.label for p in self.points]}")
 
-    def undominated(self) -> list[FrontierPoint]:
-        """Points that no other beats in both accuracy and T/F, by rising T/F."""
-        kept = undominated(self.points, lambda point: (point.accuracy, point.tokens_per_forward))
-        return sorted(kept, key=lambda point: point.tokens_per_forward)
-
     def to_json(self) -> str:
         """The fields, and each point's label and T/F for readers without this class."""
         table = asdict(self)

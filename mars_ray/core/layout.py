@@ -203,11 +203,12 @@ def _noisy_stream(
 
 def side_by_side(left: Layout, right: Layout) -> Layout:
     """The rows of one layout, then those of the other."""
-
-    def both(name: str) -> Tensor:
-        return torch.cat([getattr(left, name), getattr(right, name)], dim=1)
-
-    return Layout(**{name: both(name) for name in Layout.__slots__})
+    return Layout(
+        *(
+            torch.cat([getattr(left, name), getattr(right, name)], dim=1)
+            for name in Layout.__slots__
+        )
+    )
 
 
 def visible(

@@ -5,54 +5,34 @@ forward are reported with and without them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import comb, sqrt
 from statistics import median
 
-Z_95 = 1.959963984540054
+_Z = 1.959963984540054  # of 95%
 
 
-def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float, float]:
-    """Confidence interval of a share (Wilson, 1927); it stays in [0, 1]."""
-    assert 0 <= successes <= trials
-    assert trials > 0
-    share, square = successes / trials, z * z / trials
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """95% confidence interval of a share (Wilson, 1927); it stays in [0, 1]."""
+    share, square = successes / trials, _Z * _Z / trials
     centre = share + square / 2
-    half = z * sqrt(share * (1 - share) / trials + square / (4 * trials))
+    half = _Z * sqrt(share * (1 - share) / trials + square / (4 * trials))
     low, high = (centre - half) / (1 + square), (centre + half) / (1 + square)
     # At shares of 0 and 1, rounding could put the share itself outside the interval.
     return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
-@dataclass(frozen=True, slots=True)
-class PairedDifference:
-    """How two systems differ on the same problems: second minus first."""
-
-    difference: float
-    low: float
-    high: float
-    p_value: float  # McNemar's exact test
-
-
-def paired_difference(first: list[bool], second: list[bool], z: float = Z_95) -> PairedDifference:
-    """Difference of two shares over the same trials, with an interval for paired proportions
-    (Agresti and Min, 2005: half a trial added to each cell) and McNemar's exact p value."""
-    assert len(first) == len(second) > 0
+def paired_difference(first: list[bool], second: list[bool]) -> tuple[float, float, float, float]:
+    """Difference of two shares over the same trials, second minus first; the ends of its 95%
+    interval for paired proportions (Agresti and Min, 2005: half a trial added to each cell); and
+    the two-sided p value of McNemar's exact test."""
     gained = sum(b and not a for a, b in zip(first, second, strict=True))
     lost = sum(a and not b for a, b in zip(first, second, strict=True))
     trials = len(first)
     n, b, c = trials + 2, gained + 0.5, lost + 0.5
-    centre, half = (b - c) / n, z * sqrt(b + c - (b - c) ** 2 / n) / n
-    return PairedDifference(
-        (gained - lost) / trials, centre - half, centre + half, mcnemar_exact(gained, lost)
-    )
-
-
-def mcnemar_exact(gained: int, lost: int) -> float:
-    """Two-sided p value for the hypothesis that `gained` and `lost` are equally likely."""
+    centre, half = (b - c) / n, _Z * sqrt(b + c - (b - c) ** 2 / n) / n
     changes = gained + lost
     tail = sum(comb(changes, k) for k in range(min(gained, lost) + 1)) / 2**changes
-    return min(1.0, 2 * tail)
+    return (gained - lost) / trials, centre - half, centre + half, min(1.0, 2 * tail)
 
 
 def ratio_fault(ratios: Sequence[float], most: float) -> str | None:

@@ -9,6 +9,7 @@ budget at any moment.
 """
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 # Start, speed and lower bound of the search for a budget's threshold.
@@ -39,24 +40,21 @@ Quality = Elastic | Budget
 class Thresholds:
     def __init__(self) -> None:
         self.set_point = 1.0
-        self._log_of: dict[float, float] = {}  # by budget, see `_key`
+        # By budget: the share rounded to a thousandth, because clients name any share and no entry
+        # is removed.
+        self._log_of = defaultdict[float, float](lambda: math.log(_FIRST))
 
     def of(self, quality: Quality) -> float:
         """The threshold of a request's next step."""
         if isinstance(quality, Elastic):
             return max(quality.floor, self.set_point)
-        return math.exp(self._log_of.get(_key(quality), math.log(_FIRST)))
+        return math.exp(self._log_of[round(quality.share, 3)])
 
     def observe(self, budget: Budget, tokens: int, disagreed: int) -> None:
         """Learn from a step's tokens: the threshold rises if too many of them differ.
 
         In the long run the share of tokens that differ approaches the budget.
         """
-        before = self._log_of.get(_key(budget), math.log(_FIRST))
-        moved = before + _GAIN * (disagreed - budget.share * tokens)
-        self._log_of[_key(budget)] = min(0.0, max(math.log(_LOWEST), moved))
-
-
-def _key(budget: Budget) -> float:
-    """The share rounded to a thousandth, because clients name any share and no entry is removed."""
-    return round(budget.share, 3)
+        key = round(budget.share, 3)
+        moved = self._log_of[key] + _GAIN * (disagreed - budget.share * tokens)
+        self._log_of[key] = min(0.0, max(math.log(_LOWEST), moved))

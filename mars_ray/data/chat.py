@@ -31,16 +31,17 @@ from mars_ray.errors import DataError, ModelError
 Role = Literal["system", "user", "assistant", "tool"]
 # Variables of a chat template, such as whether the model is to think.
 Options = Mapping[str, bool | str]
+# A rendered conversation, cut into tokens and plain texts, with a mark for responses.
+Plan = Sequence[tuple[int | str, bool]]
 
-# What opens thoughts in the templates of DeepSeek and Qwen.
-_THINK = "<think>"
+
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "look_at", "description": "", "parameters": {"type": "object"}},
 }
+# A conversation for a look at the template.
+_ASKED: list[dict[str, Any]] = [{"role": "user", "content": "Why?"}]
 _PRIVATE_USE = range(0xE000, 0xF900)
-# Encoders of this many tokenizers are kept; a process rarely has more than one.
-_KEPT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +99,6 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A rendered conversation, cut into tokens and plain texts, with a mark for responses."""
-
-    pieces: tuple[tuple[int | str, bool], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class UserTurn:
     """The tokens around a user's message."""
 
@@ -133,7 +127,8 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool = False) -
     return _encoder(tokenizer, len(tokenizer), *_template(tokenizer, has_tools))
 
 
-@lru_cache(maxsize=_KEPT)
+# A process rarely has more than one tokenizer.
+@lru_cache(maxsize=4)
 def _encoder(
     tokenizer: PreTrainedTokenizerBase, _size: int, template: str, is_for_tools: bool
 ) -> "ChatEncoder":
@@ -177,7 +172,19 @@ class ChatEncoder:
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._special_ids = _special_ids(tokenizer)
+        self._special_ids = {
+            added.content: index
+            for index, added in tokenizer.added_tokens_decoder.items()
+            if added.special
+        }
+        # A special token needs two characters to be broken up.
+        short = [text for text in self._special_ids if len(text) < 2]
+        if short or not self._special_ids:
+            raise ModelError(
+                f"the tokenizer has special tokens of one character: {short}"
+                if short
+                else "the tokenizer has no special tokens, so a turn of a conversation has no end"
+            )
         longest_first = sorted(self._special_ids, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._check()
@@ -191,20 +198,22 @@ class ChatEncoder:
         chat, _, sentinel = self._neutralise(messages)
         text = self._render(chat, prompt=False)
         for turn, message in enumerate(messages):
-            if message.reasoning and self._leaves_out_thoughts(chat, turn, text):
+            if not message.reasoning:
+                continue
+            plain = {key: value for key, value in chat[turn].items() if "reasoning" not in key}
+            if self._render([*chat[:turn], plain, *chat[turn + 1 :]], prompt=False) == text:
                 raise DataError(
                     f"the chat template leaves out the thoughts of message {turn + 1}, which would "
                     "be lost: use a template that writes them, let a row end with the answer that "
                     "was thought about, or leave the thoughts out"
                 )
-        pieces: list[tuple[int | str, bool]] = []
+        plan: list[tuple[int | str, bool]] = []
         done = 0
         for start, end in self._responses(chat, text):
-            pieces += self._cut(text[done:start], sentinel, response=False)
-            pieces += self._cut(text[start:end], sentinel, response=True)
+            plan += self._cut(text[done:start], sentinel, response=False)
+            plan += self._cut(text[start:end], sentinel, response=True)
             done = end
-        pieces += self._cut(text[done:], sentinel, response=False)
-        return Plan(tuple(pieces))
+        return plan + self._cut(text[done:], sentinel, response=False)
 
     def plan_prompt(
         self,
@@ -229,14 +238,11 @@ class ChatEncoder:
             if message["role"] == "assistant" and turn > 0
             if text.startswith(before := self._render(chat[:turn], described, options, prompt=True))
         ]
-        pieces: list[tuple[int | str, bool]] = []
-        for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
-            pieces += self._cut(text[start:end], sentinel, response=False)
-        return Plan(tuple(pieces))
-
-    def _leaves_out_thoughts(self, chat: list[dict[str, Any]], turn: int, text: str) -> bool:
-        plain = {key: value for key, value in chat[turn].items() if not key.startswith("reasoning")}
-        return self._render([*chat[:turn], plain, *chat[turn + 1 :]], prompt=False) == text
+        return [
+            piece
+            for start, end in zip([0, *starts], [*starts, len(text)], strict=True)
+            for piece in self._cut(text[start:end], sentinel, response=False)
+        ]
 
     def user_turn(self, system: str | None = None) -> UserTurn:
         """The conversation up to where the user's first message begins.
@@ -261,8 +267,8 @@ class ChatEncoder:
                 "cannot write prompts of its own: give it prompts"
             )
         # In all tokenizers whose text has a space there, it belongs to the next word.
-        pieces = self._cut(before.rstrip(" "), sentinel, response=False)
-        tokens = self.encode([Plan(tuple(pieces))])[0].input_ids.tolist()
+        plan = self._cut(before.rstrip(" "), sentinel, response=False)
+        tokens = self.encode([plan])[0].input_ids.tolist()
         return UserTurn(tuple(tokens), self._special_ids[end[0]])
 
     @cached_property
@@ -286,7 +292,7 @@ class ChatEncoder:
         """The tokens of each plan; one call for many plans is faster than many calls."""
         texts: dict[str, int] = {}
         for plan in plans:
-            for piece, _ in plan.pieces:
+            for piece, _ in plan:
                 if isinstance(piece, str):
                     texts.setdefault(piece, len(texts))
         batch = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -295,7 +301,7 @@ class ChatEncoder:
         for plan in plans:
             tokens: list[int] = []
             response: list[bool] = []
-            for piece, is_response in plan.pieces:
+            for piece, is_response in plan:
                 new = ids[texts[piece]] if isinstance(piece, str) else [piece]
                 tokens += new
                 response += [is_response] * len(new)
@@ -310,19 +316,18 @@ class ChatEncoder:
     @cached_property
     def describes_tools(self) -> bool:
         """Whether the template tells the model of tools."""
-        asked = [Message("user", "Why?").as_dict()]
         try:
-            text = self._render(asked, [_TOOL], prompt=True)
+            text = self._render(_ASKED, [_TOOL], prompt=True)
         except DataError:
             return False
         return _TOOL["function"]["name"] in text
 
     def written_calls(self, calls: Sequence[Call]) -> str:
         """What the template writes of an answer that makes these calls; nothing if it refuses."""
-        asked = [Message("user", "Why?"), Message("assistant", "", tuple(calls))]
+        called = Message("assistant", "", tuple(calls)).as_dict()
         try:
-            text = self._render([message.as_dict() for message in asked], prompt=False)
-            prompt = self._render([asked[0].as_dict()], prompt=True)
+            text = self._render([*_ASKED, called], prompt=False)
+            prompt = self._render(_ASKED, prompt=True)
         except DataError:
             return ""
         return _behind(prompt, text)
@@ -340,18 +345,16 @@ class ChatEncoder:
 
     def answer_prefix(self, options: Options = MappingProxyType({})) -> str:
         """What the template writes behind a conversation for an answer to begin."""
-        asked = [Message("user", "Why?").as_dict()]
-        text = self._render(asked, options=options, prompt=True)
-        before = self._render(asked, options=options, prompt=False)
+        text = self._render(_ASKED, options=options, prompt=True)
+        before = self._render(_ASKED, options=options, prompt=False)
         return _behind(before, text)
 
     def has_switch(self, name: str, *values: bool | str) -> bool:
         """Whether the template writes something else with each of these values of an option."""
-        asked = [Message("user", "Why?").as_dict()]
         texts = set()
         for value in values:
             try:
-                texts.add(self._render(asked, options={name: value}, prompt=True))
+                texts.add(self._render(_ASKED, options={name: value}, prompt=True))
             except DataError:
                 texts.add(f"refused {value}")
         return len(texts) == len(values)
@@ -367,7 +370,11 @@ class ChatEncoder:
         given = [[message.as_dict() for message in messages], list(tools)]
         texts = list(texts_of(given))
         contents = "".join(texts) + self._template
-        check_characters(contents)
+        try:
+            contents.encode()
+        except UnicodeEncodeError as error:
+            # Half of a surrogate pair: JSON can hold it, UTF-8 cannot encode it.
+            raise DataError(f"a message holds what is no character: {error}") from error
         if not any(self._special.search(text) for text in texts):
             return given[0], given[1], ""
         free = (char for char in map(chr, _PRIVATE_USE) if char not in contents)
@@ -464,7 +471,7 @@ class ChatEncoder:
         try:
             text, plan = self._render(chat, prompt=False), self.plan(messages)
         except DataError as error:
-            if not self.answer_prefix().rstrip().endswith(_THINK):
+            if not self.answer_prefix().rstrip().endswith("<think>"):
                 raise ModelError(
                     f"not even a question and its answer can be written: {error}"
                 ) from error
@@ -486,26 +493,8 @@ def _behind(before: str, text: str) -> str:
     return text[sum(1 for _ in same) :]
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    special = {
-        added.content: index
-        for index, added in tokenizer.added_tokens_decoder.items()
-        if added.special
-    }
-    # A special token needs two characters to be broken up.
-    short = [text for text in special if len(text) < 2]
-    if short or not special:
-        raise ModelError(
-            f"the tokenizer has special tokens of one character: {short}"
-            if short
-            else "the tokenizer has no special tokens, so a turn of a conversation has no end"
-        )
-    return special
-
-
 # Prompts with the same first words count as one: sampled ones often differ only at the end.
 _TELLING_WORDS = 16
-_WORD = re.compile(r"\w+")
 
 
 def texts_of(value: Any) -> Iterator[str]:
@@ -535,28 +524,13 @@ def mapped(value: Any, change: Callable[[str], str]) -> Any:
             return value
 
 
-def check_characters(text: str) -> None:
-    """Raises DataError for half of a surrogate pair: JSON can hold it, UTF-8 cannot encode it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"a message holds what is no character: {error}") from error
-
-
-def text_key(text: str) -> bytes:
+def text_key(text: str, most_words: int | None = None) -> bytes:
     """A key that is the same for texts that differ only in case, spaces, punctuation or forms of
-    characters."""
-    return _digest(_words(text))
+    characters; of their first words if a number is given."""
+    words = re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())[:most_words]
+    return hashlib.sha256(" ".join(words).encode(errors="replace")).digest()[:16]
 
 
 def beginning_key(text: str) -> bytes:
     """A key that is the same for near-duplicates: texts that begin with the same words."""
-    return _digest(_words(text)[:_TELLING_WORDS])
-
-
-def _words(text: str) -> list[str]:
-    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
-
-
-def _digest(words: list[str]) -> bytes:
-    return hashlib.sha256(" ".join(words).encode(errors="replace")).digest()[:16]
+    return text_key(text, _TELLING_WORDS)

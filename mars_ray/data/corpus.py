@@ -68,7 +68,10 @@ def problems(split: Split, count: int, seed: int) -> list[Problem]:
     wasted = 0
     while len(found) < count:
         template = rng.choice(TEMPLATES)
-        fields = _draw_words(rng)
+        name, friend = rng.sample(NAMES, 2)
+        box, boxes = rng.choice(BOXES)
+        fields = {"name": name, "friend": friend, "box": box, "boxes": boxes}
+        fields["things"] = rng.choice(THINGS)
         numbers = rng.choice(admissible_numbers(_plan(template)[0]))
         question = template.question.format(**fields, **numbers)
         # A question's split depends on a hash of its text and nothing else.
@@ -82,18 +85,6 @@ def problems(split: Split, count: int, seed: int) -> list[Problem]:
                 f"ask for fewer than {count}"
             )
     return list(found.values())
-
-
-def _draw_words(rng: random.Random) -> dict[str, str]:
-    name, friend = rng.sample(NAMES, 2)
-    box, boxes = rng.choice(BOXES)
-    return {
-        "name": name,
-        "friend": friend,
-        "box": box,
-        "boxes": boxes,
-        "things": rng.choice(THINGS),
-    }
 
 
 def _solved(

@@ -7,6 +7,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,21 +68,18 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Row]]:
     raise DataError(f"{path} has none of the known endings {', '.join(_READERS)}")
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
+def _lines(path: Path, parse: Callable[[bytes], object]) -> Iterator[Row]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield f"{path}:{number}", _parse(line)
-
-
-def _parse(line: bytes) -> object:
-    """The content of the line, or the error in its place: one bad line does not end the file."""
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        return error
-    except RecursionError:
-        return ValueError("nested too deeply")
+                # An error in place of the content: one bad line does not end the file.
+                try:
+                    content = parse(line)
+                except ValueError as error:
+                    content = error
+                except RecursionError:
+                    content = ValueError("nested too deeply")
+                yield f"{path}:{number}", content
 
 
 def _json_array(path: Path) -> Iterator[Row]:
@@ -89,27 +87,27 @@ def _json_array(path: Path) -> Iterator[Row]:
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
-        decoder, whitespace = json.JSONDecoder(), " \t\r\n"
+        decoder = json.JSONDecoder()
         line, done = 1, 0
-        position = _skip(text, 0, whitespace)
+        position = _behind_space(text, 0)
         if text[position : position + 1] != "[":
             raise ValueError("the file is not a list of rows; name JSON lines .jsonl")
-        position = _skip(text, position + 1, whitespace)
+        position = _behind_space(text, position + 1)
         while text[position : position + 1] != "]":
             line, done = line + text.count("\n", done, position), position
             content, position = decoder.raw_decode(text, position)
             yield f"{path}:{line}", content
-            position = _skip(text, position, whitespace)
+            position = _behind_space(text, position)
             if text[position : position + 1] == ",":
-                position = _skip(text, position + 1, whitespace)
+                position = _behind_space(text, position + 1)
             elif text[position : position + 1] != "]":
                 raise json.JSONDecodeError("expected , or ]", text, position)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not a JSON list of rows: {error}") from error
 
 
-def _skip(text: str, position: int, characters: str) -> int:
-    while text[position : position + 1] and text[position] in characters:
+def _behind_space(text: str, position: int) -> int:
+    while text[position : position + 1] and text[position] in " \t\r\n":
         position += 1
     return position
 
@@ -125,44 +123,29 @@ def _parquet(path: Path) -> Iterator[Row]:
                 yield f"{path}:{number}", content
 
 
-def _text_lines(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    row: object = {"prompt": line.decode("utf-8-sig").strip()}
-                except UnicodeDecodeError as error:
-                    row = error
-                yield f"{path}:{number}", row
+def _prompt(line: bytes) -> object:
+    return {"prompt": line.decode("utf-8-sig").strip()}
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": _json_lines,
-    ".jsonl.gz": _json_lines,
+    ".jsonl": partial(_lines, parse=json.loads),
+    ".jsonl.gz": partial(_lines, parse=json.loads),
     ".json": _json_array,
     ".json.gz": _json_array,
     ".parquet": _parquet,
-    ".txt": _text_lines,
+    ".txt": partial(_lines, parse=_prompt),
 }
 
 
-# <configuration>/<version>/<commit, or hash of the files>/<name>-<split>.arrow
-_NAME_PARTS = 4
-
-
-def hub_rows(source: HubSource) -> Iterator[tuple[str, object]]:
+def hub_rows(source: HubSource) -> Iterator[Row]:
     """All rows with `name:row`. Raises DataError if the data set cannot be loaded or read."""
-    left = enumerate(load_hub(source), start=1)
-    while True:
-        try:
-            number, content = next(left)
-        except StopIteration:
-            return
-        except OSError as error:
-            # Includes Arrow's errors. Converted here, because the code that writes these rows would
-            # take an OSError for a fault of its own disk.
-            raise DataError(f"cannot read data set {source.name!r}: {error}") from error
-        yield f"{source.name}:{number}", content
+    try:
+        for number, content in enumerate(load_hub(source), start=1):
+            yield f"{source.name}:{number}", content
+    except OSError as error:
+        # Includes Arrow's errors. Converted here, because the code that writes these rows would
+        # take an OSError for a fault of its own disk.
+        raise DataError(f"cannot read data set {source.name!r}: {error}") from error
 
 
 def load_hub(source: HubSource) -> Any:
@@ -191,4 +174,5 @@ def hub_fingerprint(source: HubSource) -> list[str]:
     """
     names = [Path(file["filename"]) for file in load_hub(source).cache_files]
     assert names, "a data set that is not kept in memory has files"
-    return ["/".join(name.parts[-_NAME_PARTS:]) for name in names]
+    # <configuration>/<version>/<commit, or hash of the files>/<name>-<split>.arrow
+    return ["/".join(name.parts[-4:]) for name in names]

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from mars_ray.core.layout import TokenBatch
-from mars_ray.data.chat import Encoded
 from mars_ray.data.rows import Conversations
 from mars_ray.errors import DataError
 
@@ -20,8 +19,6 @@ from mars_ray.errors import DataError
 _SORTED_BATCHES = 16
 # Rows being filled at the same time: more fill better, and take longer to search.
 _OPEN_ROWS = 256
-
-Row = Sequence[tuple[int, Encoded]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +52,10 @@ class Loader:
         max_length: int,
     ) -> None:
         """Raises DataError if there are fewer rows than one global batch."""
-        assert 0 <= rank < world_size
-        assert micro_batch_size > 0
         lengths = conversations.lengths
         self._conversations = conversations
-        self._rows = pack(lengths, max_length, seed) if packing else one_each(lengths)
+        one_each = Rows(np.arange(len(lengths)), np.arange(len(lengths) + 1))
+        self._rows = pack(lengths, max_length, seed) if packing else one_each
         self._row_lengths = np.add.reduceat(lengths[self._rows.members], self._rows.starts[:-1])
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
@@ -68,7 +64,7 @@ class Loader:
         self._seed = seed
         self._epoch = 0
         self._step = 0
-        self._started = False
+
         self.steps_per_epoch = len(self._rows) // global_batch_size
         if self.steps_per_epoch == 0:
             raise DataError(
@@ -82,7 +78,6 @@ class Loader:
 
     def restore(self, state: LoaderState) -> None:
         """Goes to a position; only before the first batch is requested."""
-        assert not self._started, "restore the loader before iterating"
         if state.epoch < 0 or not 0 <= state.step <= self.steps_per_epoch:
             raise DataError(
                 f"the data set has {self.steps_per_epoch} steps an epoch, so it is not the one "
@@ -92,7 +87,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[list[TokenBatch]]:
         """Yields this rank's micro-batches, one optimizer step at a time."""
-        self._started = True
+
         while True:
             batches = self._order(self._epoch)
             while self._step < self.steps_per_epoch:
@@ -121,10 +116,10 @@ class Loader:
         share = math.ceil(self._global_batch_size / self._world_size)
         starts = range(0, share, self._micro_batch_size)
         parts = [mine[start : start + self._micro_batch_size] for start in starts]
-        return [collate([self._load(row) for row in rows] or [[]]) for rows in parts]
-
-    def _load(self, row: int) -> list[tuple[int, Encoded]]:
-        return [(index, self._conversations[index]) for index in self._rows.row(row)]
+        return [
+            collate(self._conversations, [self._rows.row(row) for row in rows] or [[]])
+            for rows in parts
+        ]
 
 
 def eval_batches(
@@ -145,7 +140,7 @@ def eval_batches(
     mine = order[rank::world_size].tolist()
     for batch in range(math.ceil(math.ceil(count / world_size) / micro_batch_size)):
         part = mine[batch * micro_batch_size : (batch + 1) * micro_batch_size]
-        yield collate([[(index, conversations[index])] for index in part] or [[]])
+        yield collate(conversations, [[index] for index in part] or [[]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +157,6 @@ class Rows:
         return self.members[self.starts[index] : self.starts[index + 1]].tolist()
 
 
-def one_each(lengths: np.ndarray) -> Rows:
-    return Rows(np.arange(len(lengths)), np.arange(len(lengths) + 1))
-
-
 def pack(lengths: np.ndarray, max_length: int, seed: int) -> Rows:
     """Rows of at most `max_length` tokens: each conversation into the first open row with room.
 
@@ -173,7 +164,7 @@ def pack(lengths: np.ndarray, max_length: int, seed: int) -> Rows:
     same in every epoch, and so is the number of steps. The attention mask keeps the conversations
     of a row from seeing one another.
     """
-    assert lengths.max(initial=0) <= max_length
+
     space = np.full(_OPEN_ROWS, max_length)
     open_rows: list[list[int]] = [[] for _ in range(_OPEN_ROWS)]
     closed: list[list[int]] = []
@@ -192,12 +183,12 @@ def pack(lengths: np.ndarray, max_length: int, seed: int) -> Rows:
     return Rows(members, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
 
 
-def collate(rows: Sequence[Row]) -> TokenBatch:
-    """Right-pads rows to the longest; a row is its conversations with their data-set indices.
+def collate(conversations: Conversations, rows: Sequence[Sequence[int]]) -> TokenBatch:
+    """Right-pads rows to the longest; a row is the indices of its conversations.
 
     A row without conversations is all padding: it takes part in a forward and counts for nothing.
     """
-    lengths = [sum(len(encoded.input_ids) for _, encoded in row) for row in rows]
+    lengths = [sum(conversations.lengths[index] for index in row) for row in rows]
     shape = len(rows), max([1, *lengths])
     input_ids_BL = np.zeros(shape, np.int64)
     document_BL = np.full(shape, -1, np.int64)
@@ -205,7 +196,8 @@ def collate(rows: Sequence[Row]) -> TokenBatch:
     response_BL = np.zeros(shape, np.bool_)
     for b, row in enumerate(rows):
         start = 0
-        for index, encoded in row:
+        for index in row:
+            encoded = conversations[index]
             end = start + len(encoded.input_ids)
             input_ids_BL[b, start:end] = encoded.input_ids
             document_BL[b, start:end] = index

@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ARRAYS = {"tokens": np.int32, "response": np.bool_, "starts": np.int64}
-_OWN_TEXT = (".py", ".toml")
 # Delay before the number of conversations is shown, and the interval of its updates.
 _QUIET_S = 2.0
 _UPDATE_EVERY = 256
@@ -130,10 +129,9 @@ def tokenize(
     directory = cache_dir / _key(source, tokenizer, config)
     try:
         conversations = Conversations(directory)
-    except FileNotFoundError:
-        conversations = _built(source, tokenizer, config, directory)
     except (ValueError, TypeError, OSError) as error:
-        log.warning("rebuilding the damaged cache %s: %s", directory, error)
+        if not isinstance(error, FileNotFoundError):
+            log.warning("rebuilding the damaged cache %s: %s", directory, error)
         conversations = _built(source, tokenizer, config, directory)
     _tell(conversations.summary, source, config)
     return conversations
@@ -160,13 +158,11 @@ def _tell(summary: Summary, source: Source, config: DataConfig) -> None:
     """Logs what was left out, at every start, also for data from the cache."""
     if not (summary.bad or summary.dropped or summary.truncated):
         return
-    match source:
-        case FilesSource(paths=paths):
-            name = ", ".join(paths)
-        case HubSource(name=name):
-            pass
-        case _:
-            name = source.type
+    name = source.type
+    if isinstance(source, FilesSource):
+        name = ", ".join(source.paths)
+    elif isinstance(source, HubSource):
+        name = source.name
     log.warning(
         "%s: %d conversations, %d of them cut at max_length = %d; left out: %d bad rows, "
         "%d too long",
@@ -206,16 +202,18 @@ def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: 
         response = stack.enter_context((directory / "response.bin").open("wb"))
         records = stack.enter_context(counted(read(source, report), "tokenising"))
         for encoded in _encode_all(records, encoder, config.max_length, report):
-            kept = _fit(encoded, config)
-            if kept is None:
-                dropped += 1
-                continue
-            truncated += len(kept.input_ids) < len(encoded.input_ids)
-            kept.input_ids.tofile(tokens)
-            kept.response.tofile(response)
-            content.update(kept.input_ids.tobytes())
-            content.update(kept.response.tobytes())
-            starts.append(starts[-1] + len(kept.input_ids))
+            ids = encoded.input_ids[: config.max_length]
+            marks = encoded.response[: config.max_length]
+            if len(ids) < len(encoded.input_ids):
+                if config.overlong == "drop" or not marks.any():  # no answer is left
+                    dropped += 1
+                    continue
+                truncated += 1
+            ids.tofile(tokens)
+            marks.tofile(response)
+            content.update(ids.tobytes())
+            content.update(marks.tobytes())
+            starts.append(starts[-1] + len(ids))
     report.check(config.max_bad_share)
     if len(starts) == 1:
         raise DataError(
@@ -239,8 +237,8 @@ def _encode_all(
         for record in chunk:
             try:
                 plans.append(
-                    token_plan(record.tokens, record.messages, encoder, max_length)
-                    if record.tokens
+                    token_plan(record, encoder, max_length)
+                    if record.prompt_ids
                     else encoder.plan(record.messages)
                 )
             except DataError as error:
@@ -248,23 +246,10 @@ def _encode_all(
         yield from encoder.encode(plans)
 
 
-def _fit(encoded: Encoded, config: DataConfig) -> Encoded | None:
-    """The conversation cut to max_length; None if it must be dropped or no answer is left."""
-    if len(encoded.input_ids) <= config.max_length:
-        return encoded
-    if config.overlong == "drop":
-        return None
-    cut = slice(config.max_length)
-    return (
-        Encoded(encoded.input_ids[cut], encoded.response[cut])
-        if encoded.response[cut].any()
-        else None
-    )
-
-
 def _key(source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
     """A key of everything the tokens depend on, this package's own source included."""
-    own = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in _OWN_TEXT)
+    here = Path(__file__).parent
+    own = sorted(path for path in here.iterdir() if path.suffix in (".py", ".toml"))
     content: list[str] = []
     if isinstance(source, FilesSource):
         content = [files.checksum(path) for path in files.expand(source.paths)]

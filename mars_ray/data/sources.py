@@ -9,7 +9,7 @@ import heapq
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -52,61 +52,45 @@ _BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRow:
-    """The token ids that a model read, and those that it answered."""
+class Record:
+    """A conversation and where it came from, as `file:line`, `hub name:row` or `corpus:row`.
 
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    If there are ids, they are the conversation: those that a model read, and those that it
+    answered. The messages are then for people, and may be empty.
+    """
+
+    messages: tuple[Message, ...]
+    origin: str
+    prompt_ids: Sequence[int] = ()
+    answer_ids: Sequence[int] = ()
+    reference: Any = None  # of a prompt: what the row says that the answer should be, if it does
 
 
-def token_plan(
-    row: TokenRow, messages: Sequence[Message], encoder: ChatEncoder, max_length: int
-) -> Plan:
-    """The row's own tokens, of which the answer is the response.
+def token_plan(record: Record, encoder: ChatEncoder, max_length: int) -> Plan:
+    """The record's own tokens, of which the answer is the response.
 
     Raises DataError if nothing of the answer fits `max_length`, or if the ids are visibly of
     another tokenizer: if there are messages, the ids must decode to the last one.
     """
-    if len(row.prompt) >= max_length:
+    prompt, answer, messages = record.prompt_ids, record.answer_ids, record.messages
+    if len(prompt) >= max_length:
         raise DataError(
-            f"the prompt's {len(row.prompt)} tokens leave no room in max_length = {max_length}"
+            f"the prompt's {len(prompt)} tokens leave no room in max_length = {max_length}"
         )
-    if (most := max(*row.prompt, *row.answer)) >= encoder.vocabulary:
+    if (most := max(*prompt, *answer)) >= encoder.vocabulary:
         raise DataError(
             f"token {most} is beyond the tokenizer's {encoder.vocabulary}: the ids are of another "
             "model"
         )
     # An answer may have been cut after its text was written.
-    said = encoder.decode(row.answer).rstrip(_BROKEN)
+    said = encoder.decode(answer).rstrip(_BROKEN)
     if messages and not messages[-1].content.startswith(said):
         raise DataError(
             "answer_ids do not say what the last message says: they are of another model's "
             "tokenizer, or the text was changed. Use the model that wrote them, or leave the ids "
             "out"
         )
-    prompt = [(token, False) for token in row.prompt]
-    return Plan((*prompt, *((token, True) for token in row.answer)))
-
-
-def _ids(value: object, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{name} is not a list of token ids")
-    if not all(type(item) is int and 0 <= item < _MOST for item in value):
-        raise ValueError(f"{name} holds what is no token id")
-    return tuple(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A conversation and where it came from, as `file:line`, `hub name:row` or `corpus:row`.
-
-    If `tokens` is set, it is the conversation; the messages are then for people, and may be empty.
-    """
-
-    messages: tuple[Message, ...]
-    origin: str
-    tokens: TokenRow | None = None
-    reference: Any = None  # of a prompt: what the row says that the answer should be, if it does
+    return [*((token, False) for token in prompt), *((token, True) for token in answer)]
 
 
 class BadRow(Exception):
@@ -126,24 +110,25 @@ class BadRows:
 
     def __init__(self) -> None:
         self.seen = 0
-        self.bad = 0
         self.reasons: list[tuple[str, str]] = []  # origin and reason of each bad row
-        self._examples: list[str] = []
+
+    @property
+    def bad(self) -> int:
+        return len(self.reasons)
 
     def add(self, origin: str, reason: str) -> None:
         """Records that a row, already counted as seen, is bad."""
-        self.bad += 1
         self.reasons.append((origin, reason))
         if self.bad <= _TOLD:
-            self._examples.append(f"{origin}: {reason}")
             log.warning("bad row, left out: %s: %s", origin, reason)
 
     def check(self, max_share: float) -> None:
         """Raises DataError if more than this share of all rows was bad."""
         if self.bad > max_share * self.seen:
+            first = (f"{origin}: {reason}" for origin, reason in self.reasons[:_TOLD])
             raise DataError(
                 f"{self.bad} of {self.seen} rows are bad, more than max_bad_share = {max_share} "
-                "allows; the first:\n  " + "\n  ".join(self._examples)
+                "allows; the first:\n  " + "\n  ".join(first)
             )
 
 
@@ -153,7 +138,9 @@ def read(source: Source, report: BadRows) -> Iterator[Record]:
     Raises DataError if the source itself cannot be read.
     """
     if isinstance(source, CorpusSource):
-        for number, problem in _problems(source, report):
+        rows = corpus.problems(source.split, source.count, source.seed)
+        for number, problem in enumerate(rows, start=1):
+            report.seen += 1
             turns = Message("user", problem.question), Message("assistant", problem.solution)
             yield Record(turns, f"corpus:{number}")
     else:
@@ -164,17 +151,10 @@ def read_prompts(source: Source, report: BadRows) -> Iterator[Record]:
     """Like `read`, but for prompts: rows need no answer. One that they have is no part of the
     prompt, but its reference."""
     if isinstance(source, CorpusSource):
-        for number, problem in _problems(source, report):
-            yield Record((Message("user", problem.question),), f"corpus:{number}")
+        for record in read(source, report):
+            yield replace(record, messages=record.messages[:1])
     else:
         yield from _records(source, report, _prompt)
-
-
-def _problems(source: CorpusSource, report: BadRows) -> Iterator[tuple[int, corpus.Problem]]:
-    rows = enumerate(corpus.problems(source.split, source.count, source.seed), start=1)
-    for number, problem in rows:
-        report.seen += 1
-        yield number, problem
 
 
 def _records(source: FilesSource | HubSource, report: BadRows, parse: _Parse) -> Iterator[Record]:
@@ -246,8 +226,10 @@ def _at(content: Mapping[str, Any], name: str) -> Any:
 
 def _conversation(content: object, columns: Mapping[str, str], origin: str) -> Record:
     form, row = _form(content, columns, FORMS)
-    if form == IDS:
-        return _tokens(row, origin)
+    if form == IDS:  # of a line that `mars-ray generate` wrote, or of a row with ids only
+        ids = [_ids(row[field], field) for field in IDS]
+        messages = row.get("messages")
+        return Record(() if messages is None else _from_messages(messages), origin, *ids)
     _check_whole(row)
     _check_weight(row, "the row")
     thoughts = _thoughts(row, _THOUGHTS[:1], "the row")
@@ -313,14 +295,12 @@ def _thoughts(item: Mapping[str, Any], names: Sequence[str], called: str) -> str
     return found
 
 
-def _tokens(row: _Row, origin: str) -> Record:
-    """The record of a line that `mars-ray generate` wrote, or of a row with ids only."""
-    try:
-        tokens = TokenRow(*(_ids(row[field], field) for field in IDS))
-    except ValueError as error:
-        raise BadRow(str(error)) from None
-    messages = row.get("messages")
-    return Record(() if messages is None else _from_messages(messages), origin, tokens)
+def _ids(value: object, name: str) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"{name} is not a list of token ids")
+    if not all(type(item) is int and 0 <= item < _MOST for item in value):
+        raise BadRow(f"{name} holds what is no token id")
+    return value
 
 
 def _prompt(content: object, columns: Mapping[str, str], origin: str) -> Record:

@@ -65,43 +65,39 @@ MaskRows = Last | Gated
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLora:
-    """The products of a decoder layer; None where nothing was trained."""
-
-    qkv: LoraProduct | None
-    attention_out: LoraProduct | None
-    gate_up: LoraProduct | None
-    down: LoraProduct | None
-
-
-@dataclass(frozen=True, slots=True)
 class FusedAdapter:
     """An adapter on the model's device, in the model's dtype."""
 
     depths: int
     candidates: int
     mask_embedding_DH: Tensor
-    layers: tuple[LayerLora, ...] | None  # None: no LoRA
+    layers: list[dict[str, LoraProduct]]  # by site, where it has LoRA; empty if it has none
     head: DraftHead | None
 
 
 def fused(adapter: DraftAdapter, model: PreTrainedModel) -> FusedAdapter:
     """The adapter for this model. Raises ModelError if its shapes do not fit the model."""
     adapter.check_hidden_size(model.config.hidden_size)
-    layers = None
-    if adapter.lora:
-        prefix, count = f"{model.base_model_prefix}.layers", model.config.num_hidden_layers
-        known = {
-            f"{prefix}.{index}.{layer}"
-            for index in range(count)
-            for site in _SITES.values()
-            for layer in site
-        }
-        if strange := adapter.lora.keys() - known:
-            raise ModelError(
-                f"the draft adapter has weights for {min(strange)}, which the model has not"
-            )
-        layers = tuple(_layer(adapter, model, f"{prefix}.{index}") for index in range(count))
+    layers: list[dict[str, LoraProduct]] = []
+    unused = set(adapter.lora)
+    for index in range(model.config.num_hidden_layers if adapter.lora else 0):
+        layers.append({})
+        for site, own in _SITES.items():
+            names = [f"{model.base_model_prefix}.layers.{index}.{name}" for name in own]
+            # Their weights may be gone already (`cpu/backend.py`), but not their sizes.
+            linears: list[Any] = [model.get_submodule(name) for name in names]
+            loras = [adapter.lora.get(name) for name in names]
+            for name, linear, lora in zip(names, linears, loras, strict=True):
+                if lora:
+                    lora.check(name, linear.out_features, linear.in_features)
+            outputs = [linear.out_features for linear in linears]
+            if product := side_by_side(loras, outputs, adapter.card.scale):
+                layers[-1][site] = product.as_of(model.device, model.dtype)
+            unused.difference_update(names)
+    if unused:
+        raise ModelError(
+            f"the draft adapter has weights for {min(unused)}, which the model has not"
+        )
     return FusedAdapter(
         adapter.card.depths,
         min(adapter.card.candidates, model.config.vocab_size),
@@ -109,20 +105,3 @@ def fused(adapter: DraftAdapter, model: PreTrainedModel) -> FusedAdapter:
         layers,
         adapter.head.as_of(model.device, model.dtype) if adapter.head else None,
     )
-
-
-def _layer(adapter: DraftAdapter, model: PreTrainedModel, prefix: str) -> LayerLora:
-    """The products of the model's layer of this name. Raises ModelError if a shape does not fit."""
-    products: dict[str, LoraProduct | None] = {}
-    for site, layers in _SITES.items():
-        names = [f"{prefix}.{layer}" for layer in layers]
-        # Their weights may be gone already (`cpu/backend.py`), but not their sizes.
-        linears: list[Any] = [model.get_submodule(name) for name in names]
-        loras = [adapter.lora.get(name) for name in names]
-        for name, linear, lora in zip(names, linears, loras, strict=True):
-            if lora:
-                lora.check(name, linear.out_features, linear.in_features)
-        outputs = [linear.out_features for linear in linears]
-        product = side_by_side(loras, outputs, adapter.card.scale)
-        products[site] = product.as_of(model.device, model.dtype) if product else None
-    return LayerLora(**products)

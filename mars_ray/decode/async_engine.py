@@ -21,13 +21,14 @@ from typing import TypeVar
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode, Mode
+from mars_ray.decode.adapter import FusedAdapter
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.engine_thread import Close, Deliver, EngineThread, failed
 from mars_ray.decode.request import EngineFacts, Request, TokenEvent
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.stats import Snapshot
 from mars_ray.errors import EngineError, ModelError, PoisonError, RequestError
-from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
+from mars_ray.model.draft_adapter import read_draft_adapter
 from mars_ray.model.load import stop_ids
 
 _log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class AsyncEngine(EngineThread):
         super().__init__()
         self._engine = engine
         self._directory = directory
-        self._adapter: tuple[str, DraftAdapter] | None = None  # ready, not yet in use
+        self._adapter: tuple[str, FusedAdapter] | None = None  # ready, not yet in use
         self._has_masks = engine.card.block_size > 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Deliver] = {}
@@ -110,11 +111,9 @@ class AsyncEngine(EngineThread):
 
     async def snapshot(self) -> Snapshot:
         """The engine's state between two steps."""
-
-        def seen(engine: Engine) -> Snapshot:
-            return replace(engine.snapshot(), discarded_tokens=self._discarded_tokens)
-
-        return await self.ask(seen)
+        return await self.ask(
+            lambda engine: replace(engine.snapshot(), discarded_tokens=self._discarded_tokens)
+        )
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         """Make a draft adapter ready for use; it replaces the one made ready before.
@@ -123,27 +122,19 @@ class AsyncEngine(EngineThread):
         """
         dtype = self._engine.model.dtype
         adapter = await asyncio.to_thread(read_draft_adapter, directory, self._directory, dtype)
-        await self.ask(lambda engine: engine.fitting(adapter))
-        self._adapter = name, adapter
+        self._adapter = name, await self.ask(lambda engine: engine.fitting(adapter))
 
     async def use_adapter(self, name: str | None) -> None:
         """Let the adapter made ready last make drafts from the next step on; with None, the model
         itself, if it was trained to. Raises ModelError, and then nothing has changed."""
         ready, self._adapter = self._adapter, None
-        adapter = None
-        if name is not None:
-            if ready is None or ready[0] != name:
-                raise ModelError(f"draft adapter {name} is not ready: load it first")
-            adapter = ready[1]
+        adapter = ready[1] if ready and ready[0] == name else None
+        if name is not None and adapter is None:
+            raise ModelError(f"draft adapter {name} is not ready: load it first")
         # Set just before the engine is asked. Requests submitted earlier reach it first, with
         # drafts; requests submitted later are in a form that the next step can decode.
-        before = self._has_masks
         self._has_masks = adapter is not None or self._engine.drafts_itself
-        try:
-            await self.ask(lambda engine: engine.set_adapter(adapter, name))
-        except ModelError:
-            self._has_masks = before
-            raise
+        await self.ask(lambda engine: engine.set_adapter(adapter, name))
 
     async def ask(self, question: Callable[[Engine], Answer]) -> Answer:
         """The engine's answer, computed by its own thread between two steps.

@@ -66,8 +66,8 @@ class Engine:
         """With `release` the model's matrices are the engine's alone: it empties those that it
         copies, so that none is held twice, and the model cannot be used any more.
 
-        `adapter` is as in `set_adapter`. Raises ConfigError if the cache cannot hold a single
-        sequence or attention slides within the context, and ModelError.
+        Raises ConfigError if the cache cannot hold a single sequence or attention slides within the
+        context, and ModelError, also as `fitting` does.
         """
         self.model = model
         self.card = self._own_card = card  # self.card: with an adapter's depth, if any
@@ -93,7 +93,7 @@ class Engine:
         self.adapter_name: str | None = None  # of the adapter that makes drafts now
         self._adapters = 0  # number set so far
         if adapter:
-            self.set_adapter(adapter, adapter_name)
+            self.set_adapter(self.fitting(adapter), adapter_name)
 
     @property
     def has_work(self) -> bool:
@@ -189,17 +189,15 @@ class Engine:
             )
         return own
 
-    def set_adapter(self, adapter: DraftAdapter | None, name: str | None = None) -> None:
-        """Let an adapter make drafts from the next step on, or with None the model itself, if it
-        was trained to.
+    def set_adapter(self, adapter: FusedAdapter | None, name: str | None = None) -> None:
+        """Let an adapter that is `fitting` make drafts from the next step on, or with None the
+        model itself, if it was trained to.
 
         Running sequences continue, since proposals of the last adapter are only drafts. `name`
-        tells in events and completions whose drafts a sequence had. Raises ModelError if the
-        adapter is not for this model, or too deep for this engine; then nothing has changed.
+        tells in events and completions whose drafts a sequence had.
         """
-        own = self.fitting(adapter) if adapter else None
-        depth = own.depths if own else self._own_card.block_size
-        self._backend.set_adapter(own)
+        depth = adapter.depths if adapter else self._own_card.block_size
+        self._backend.set_adapter(adapter)
         self.card = replace(self._own_card, block_size=depth)
         self._adapters += 1
         self.adapter_name = (name or f"adapter-{self._adapters}") if adapter else None
@@ -219,13 +217,6 @@ class Engine:
             depth = max(1, self.card.block_size)
             rows = decoding_rows(self.step_tokens)
             self.control = DraftControl(self.cost, depth, rows, self._spare)
-
-    def time_step(self, sequences: int, positions: int) -> float:
-        """Seconds of a step of `sequences` with `positions` rows each; only for an idle engine."""
-        assert not self.has_work, "the engine is at work"
-        timer = StepTimer(self._backend, self.card, self.config)
-        with self._torch_threads():
-            return timer.seconds(timer.decoding(sequences * positions, sequences))
 
     def check(self, request: Request) -> None:
         """Raise RequestError or PromptTooLongError if this engine cannot decode the request."""
@@ -295,8 +286,15 @@ class Engine:
 
     def _step(self, overlap: Callable[[], None]) -> list[TokenEvent]:
         begin_s = time.monotonic()
-        if late := self._expire():
-            return late
+        late = [
+            sequence
+            for sequence in self._sequences.values()
+            if sequence.request.deadline is not None and sequence.request.deadline <= begin_s
+        ]
+        if late:
+            for sequence in late:
+                self.cancel(sequence.request.id)
+            return [sequence.event((), sequence.completion("deadline")) for sequence in late]
         self._prepare()
         work = self._scheduler.schedule()
         self.last_rows = sum(item.rows for item in work)
@@ -401,18 +399,6 @@ class Engine:
         self._scheduler.check()
         here = {sequence.request.id for sequence in self._scheduler.all()}
         assert here == set(self._sequences), "a request is lost or left over"
-
-    def _expire(self) -> list[TokenEvent]:
-        """End the requests whose deadline has passed, with the tokens that they have."""
-        late = [
-            sequence
-            for sequence in self._sequences.values()
-            if sequence.request.deadline is not None
-            and sequence.request.deadline <= time.monotonic()
-        ]
-        for sequence in late:
-            self.cancel(sequence.request.id)
-        return [sequence.event((), sequence.completion("deadline")) for sequence in late]
 
 
 def _read_prompt(reader: Sampler, number: int, item: Work) -> None:

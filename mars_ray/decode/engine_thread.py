@@ -13,8 +13,6 @@ from typing import Any
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.errors import EngineError
 
-# Interval of checks whether the thread has ended.
-_LOOK_S = 0.05
 Deliver = Callable[[TokenEvent], None]
 # Gets numbers of tokens that nobody has read.
 Discard = Callable[[int], None]
@@ -47,11 +45,11 @@ class EngineThread(ABC):
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout_s: float = 10.0) -> None:
+    def stop(self) -> None:
         """End the thread; open requests get an EngineError."""
         with contextlib.suppress(EngineError):
             self._command(self._stop)
-        self._thread.join(timeout_s)
+        self._thread.join(timeout=10)
 
     def check_health(self, limit_s: float = 30.0) -> None:
         """Raise EngineError if the thread is gone, or stands still: it has had work for `limit_s`
@@ -69,7 +67,7 @@ class EngineThread(ABC):
     async def ended(self) -> None:
         """Return once the thread is gone for any reason, and its requests have their errors."""
         while self._thread.is_alive():
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(0.05)
 
     def stream(
         self, *requests: Request, interval_s: float = 0.0
@@ -191,17 +189,13 @@ class RequestOutputCollector:
             unread = sum(len(event.tokens) for event in arrived)
 
             def close(discard: Discard) -> None:
+                """Give the numbers of tokens of what is here, and still comes; for the writer."""
+                self._discard = discard
                 discard(unread)
-                self._close(discard)
+                while self._events:
+                    discard(len(self._events.popleft().tokens))
 
             cancel(deliver, close)
-
-    def _close(self, discard: Discard) -> None:
-        """The reader is gone: `discard` gets the number of tokens of what is here and still comes.
-        Only the writer may call it."""
-        self._discard = discard
-        while self._events:
-            discard(len(self._events.popleft().tokens))
 
     async def _pause(self, seconds: float) -> None:
         """Wait for this time, or until a request's first or last event is here."""

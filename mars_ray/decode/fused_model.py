@@ -14,29 +14,25 @@ feed-forward layer, V vocabulary, O outputs.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, silu
 from transformers import PreTrainedModel
 
-from mars_ray.decode.adapter import FusedAdapter, LayerLora, MaskRows
+from mars_ray.decode.adapter import FusedAdapter, MaskRows
+from mars_ray.model.draft_adapter import LoraProduct
 from mars_ray.model.forward import check_layers, head_norm_weight, joined, output_head
 
 # Rotary position embedding of a forward's rows: cosines and sines, (N, 1, D) each, the same for all
 # heads. The sines contain the sign that rotating a pair needs.
 Turn = tuple[Tensor, Tensor]
-
-
-class Attention(Protocol):
-    """Attention of one forward's rows over the cache and over each other."""
-
-    def attend(self, layer: int, qkv_NTD: Tensor, turn: Turn, scale: float) -> Tensor:
-        """Rotate queries and keys, store keys and values, and attend: (N, query heads * D)."""
-        ...
+# Attention of one forward's rows over the cache and over each other: of a layer's queries, keys and
+# values, (N, T, D), with a turn and a scale, to (N, query heads * D).
+Attention = Callable[[int, Tensor, Turn, float], Tensor]
 
 
 class FusedModel:
@@ -55,7 +51,7 @@ class FusedModel:
         self.adapter: FusedAdapter | None = None
         self._embedding: Tensor = base.embed_tokens.weight
         self._layers = [_Layer.of(layer) for layer in base.layers]
-        self._norm = _Norm(base.norm.weight, base.norm.variance_epsilon)
+        self._norm_H, self._epsilon = base.norm.weight, base.norm.variance_epsilon
         head = cast(nn.Linear, output_head(model))
         # Of the usual order, as the sequential head multiplies with the rows of candidates.
         self.vocabulary_VH = head.weight
@@ -78,7 +74,7 @@ class FusedModel:
         With an adapter, the ids of `masks` are their depths, from 0.
         """
         started = time.perf_counter()
-        loras: Sequence[LayerLora | None] = [None] * len(self._layers)
+        loras: list[dict[str, LoraProduct]] = [{}] * len(self._layers)
         if masks and self.adapter:
             x_NH = masks.embedded(ids_N, self._embedding, self.adapter.mask_embedding_DH)
             loras = self.adapter.layers or loras
@@ -88,7 +84,7 @@ class FusedModel:
         turn = cos_N1D, sin_N1D
         for index, (layer, lora) in enumerate(zip(self._layers, loras, strict=True)):
             x_NH = layer.forward(x_NH, turn, index, attention, lora, masks)
-        x_NH = self._norm(x_NH)
+        x_NH = torch.rms_norm(x_NH, x_NH.shape[1:], self._norm_H, self._epsilon)
         self.seconds += time.perf_counter() - started
         return x_NH
 
@@ -131,38 +127,17 @@ def linear_of(modules: list[nn.Linear]) -> Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class _Norm:
-    weight_H: Tensor
-    epsilon: float
-
-    def __call__(self, x_NH: Tensor) -> Tensor:
-        return torch.rms_norm(x_NH, self.weight_H.shape, self.weight_H, self.epsilon)
-
-
-@dataclass(frozen=True, slots=True)
-class _HeadNorm:
-    """Qwen3's norm, applied to every query and key head separately."""
-
-    weight_TD: Tensor
-    epsilon: float
-
-    def __call__(self, x_NTD: Tensor) -> Tensor:
-        return torch.rms_norm(x_NTD, x_NTD.shape[-1:], None, self.epsilon) * self.weight_TD
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
     """A decoder layer."""
 
-    input_norm: _Norm
+    epsilon: float  # of its norms
+    input_norm_H: Tensor
     qkv: Linear
-    head_norm: _HeadNorm | None
-    query_heads: int
-    key_heads: int
+    head_norm_TD: Tensor | None  # Qwen3's, of every query and key head by itself
     head_size: int
     scale: float
     attention_out: Linear
-    mlp_norm: _Norm
+    mlp_norm_H: Tensor
     gate_up: Linear
     down: Linear
 
@@ -170,23 +145,16 @@ class _Layer:
     def of(cls, layer: Any) -> "_Layer":
         attention, mlp = layer.self_attn, layer.mlp
         size = attention.head_dim
-        query_heads = attention.q_proj.out_features // size
-        key_heads = attention.k_proj.out_features // size
-        weight_TD = head_norm_weight(attention, query_heads, key_heads)
-        head_norm = None
-        if weight_TD is not None:
-            head_norm = _HeadNorm(weight_TD, attention.q_norm.variance_epsilon)
-        before, behind = layer.input_layernorm, layer.post_attention_layernorm
+        heads = [part.out_features // size for part in (attention.q_proj, attention.k_proj)]
         return cls(
-            _Norm(before.weight, before.variance_epsilon),
+            layer.input_layernorm.variance_epsilon,
+            layer.input_layernorm.weight,
             linear_of([attention.q_proj, attention.k_proj, attention.v_proj]),
-            head_norm,
-            query_heads,
-            key_heads,
+            head_norm_weight(attention, *heads),
             size,
             attention.scaling,
             linear_of([attention.o_proj]),
-            _Norm(behind.weight, behind.variance_epsilon),
+            layer.post_attention_layernorm.weight,
             linear_of([mlp.gate_proj, mlp.up_proj]),
             linear_of([mlp.down_proj]),
         )
@@ -197,28 +165,29 @@ class _Layer:
         turn: Turn,
         index: int,
         attention: Attention,
-        lora: LayerLora | None,
+        lora: dict[str, LoraProduct],
         masks: MaskRows | None,
     ) -> Tensor:
-        normed_NH = self.input_norm(x_NH)
+        normed_NH = torch.rms_norm(x_NH, x_NH.shape[1:], self.input_norm_H, self.epsilon)
         qkv_NX = self.qkv(normed_NH)
         if lora and masks:
-            masks.add(lora.qkv, qkv_NX, normed_NH)
+            masks.add(lora.get("qkv"), qkv_NX, normed_NH)
         qkv_NTD = qkv_NX.view(x_NH.shape[0], -1, self.head_size)
-        if self.head_norm:
-            qk_NTD = qkv_NTD[:, : self.query_heads + self.key_heads]
-            qk_NTD.copy_(self.head_norm(qk_NTD))
-        attended_NH = attention.attend(index, qkv_NTD, turn, self.scale)
+        if self.head_norm_TD is not None:
+            qk_NTD = qkv_NTD[:, : len(self.head_norm_TD)]
+            normed_NTD = torch.rms_norm(qk_NTD, (self.head_size,), None, self.epsilon)
+            qk_NTD.copy_(normed_NTD * self.head_norm_TD)
+        attended_NH = attention(index, qkv_NTD, turn, self.scale)
         x_NH = self.attention_out.add_to(x_NH, attended_NH)
         if lora and masks:
-            masks.add(lora.attention_out, x_NH, attended_NH)
-        normed_NH = self.mlp_norm(x_NH)
+            masks.add(lora.get("attention_out"), x_NH, attended_NH)
+        normed_NH = torch.rms_norm(x_NH, x_NH.shape[1:], self.mlp_norm_H, self.epsilon)
         gate_up_NX = self.gate_up(normed_NH)
         if lora and masks:
-            masks.add(lora.gate_up, gate_up_NX, normed_NH)
+            masks.add(lora.get("gate_up"), gate_up_NX, normed_NH)
         gate_NI, up_NI = gate_up_NX.chunk(2, dim=-1)
         inner_NI = silu(gate_NI).mul_(up_NI)
         x_NH = self.down.add_to(x_NH, inner_NI)
         if lora and masks:
-            masks.add(lora.down, x_NH, inner_NI)
+            masks.add(lora.get("down"), x_NH, inner_NI)
         return x_NH

@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.errors import ConfigError
-from mars_ray.model.shape import most_positions, sliding_window
+from mars_ray.model.shape import most_positions, shape_of_config, sliding_window
 from mars_ray.provenance import free_on_node
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,8 @@ def sized(model: PreTrainedModel, spare: int, config: EngineConfig) -> EngineCon
 
 def page_bytes(config: PretrainedConfig, page_size: int, dtype: torch.dtype) -> int:
     """Memory of one page over all layers."""
-    heads, size = _heads(config)
-    return 2 * heads * size * page_size * config.num_hidden_layers * dtype.itemsize
+    shape = shape_of_config(config)
+    return 2 * shape.key_size * page_size * shape.layers * dtype.itemsize
 
 
 def page_count(model: PreTrainedModel, positions: int, config: EngineConfig) -> int:
@@ -109,19 +109,6 @@ def _free_bytes(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, device=device, dtype=dtype)
-    # As the system gives it, memory is zeros and takes no room before it is used; torch would write
-    # all of it.
-    size = math.prod(shape) * dtype.itemsize
-    try:
-        memory = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"the system gives no {size:,} bytes for the cache") from error
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
 class PagedCache:
     """The memory: per layer a tensor (places, 2, H, D), keys and values side by side."""
 
@@ -133,13 +120,24 @@ class PagedCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        heads, size = _heads(config)
+        heads = config.num_key_value_heads
+        size = shape_of_config(config).key_size // heads
         self.page_size = page_size
         self.shared_heads = config.num_attention_heads // heads  # query heads of a key head
         # Zeros, not uninitialised memory: a place that no row may see has weight 0, but 0 * NaN is
         # NaN. Memory that is never used is still never touched.
         shape = (config.num_hidden_layers, pages * page_size, 2, heads, size)
-        self._all = _zeros(shape, device, dtype)
+        if device.type == "cpu":
+            # As the system gives it, memory is zeros and takes no room before it is used; torch
+            # would write all of it.
+            size = math.prod(shape) * dtype.itemsize
+            try:
+                memory = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
+            except OSError as error:
+                raise MemoryError(f"the system gives no {size:,} bytes for the cache") from error
+            self._all = torch.frombuffer(memory, dtype=dtype).view(shape)
+        else:
+            self._all = torch.zeros(shape, device=device, dtype=dtype)
         self.layers = list(self._all.unbind())
         # The same memory, a row for each page.
         self.pages = [layer.view(pages, -1) for layer in self.layers]
@@ -158,12 +156,6 @@ class PagedCache:
         """Copy the contents of places to others, by pairs; the two sets may overlap."""
         from_X, to_X = torch.tensor(moves, device=self._all.device).unbind(1)
         self._all.index_copy_(1, to_X, self._all.index_select(1, from_X))
-
-    def clear(self, place_N: np.ndarray) -> None:
-        """Set places to zeros again, after a forward whose results are not used."""
-        place = torch.from_numpy(place_N).to(self.layers[0].device)
-        for layer in self.layers:
-            layer.index_fill_(0, place, 0.0)
 
     @property
     def bytes(self) -> int:
@@ -186,11 +178,6 @@ def moved_places(
         for offset, node in enumerate(path)
         if node != offset + 1
     ]
-
-
-def _heads(config: PretrainedConfig) -> tuple[int, int]:
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_key_value_heads, size
 
 
 class PagePool:

@@ -30,8 +30,6 @@ from mars_ray.model.load import (
 
 logger = logging.getLogger(__name__)
 
-# The least that a configuration takes.
-_LEAST_CONTEXT = 8
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -82,7 +80,7 @@ def with_room(config: EngineConfig, directory: str | Path, tokens: int) -> Engin
     if config.max_context is not None:
         return config
     context = min(tokens, model_context(read_config(directory)))
-    return config.model_copy(update={"max_context": max(_LEAST_CONTEXT, context)})
+    return config.model_copy(update={"max_context": max(8, context)})  # the least that it takes
 
 
 def drafting_card(directory: str | Path, config: EngineConfig) -> ModelCard:

@@ -80,12 +80,9 @@ def sample(
         logits_PV.index_copy_(0, index_X, scores_XV)
 
 
-def best(
-    scores_PV: Tensor, draft_P: np.ndarray, parent_P: np.ndarray | None = None
-) -> tuple[Tensor, Tensor]:
+def best(scores_PV: Tensor, draft_P: np.ndarray, parent_P: np.ndarray) -> tuple[Tensor, Tensor]:
     """Each row's best token, and each draft's probability relative to the best token of its
-    parent's row, by default the row at the same index."""
-    parent_P = np.arange(len(draft_P)) if parent_P is None else parent_P
+    parent's row."""
     best_P = scores_PV.argmax(dim=-1)
     draft, parent = (
         upload(torch.from_numpy(each), scores_PV.device) for each in (draft_P, parent_P)

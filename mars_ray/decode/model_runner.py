@@ -29,12 +29,10 @@ def forward(backend: Backend, work: Sequence[Work], mask_token_id: int | None) -
     groups = [group for item in work if item.plan for group in item.plan.groups]
     depths = [depth for group in groups for depth in range(group.masks)]
     masks = depths if backend.adapter else [mask_token_id or 0] * tables.masks
-    ids = [token for item in work for token in _tokens(item)]
+    ids: list[int] = []
+    for item in work:
+        sequence = item.sequence
+        ids += sequence.tokens[sequence.cached : sequence.cached + item.count]
+        ids += item.plan.drafts if item.plan else ()
     backend.forward(tables, np.array(ids + masks), position_N)
     return Sampler(backend, work, tables, position_N, mask_token_id)
-
-
-def _tokens(item: Work) -> list[int]:
-    sequence, plan = item.sequence, item.plan
-    real = sequence.tokens[sequence.cached : sequence.cached + item.count]
-    return [*real, *plan.drafts] if plan else real

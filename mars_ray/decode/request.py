@@ -51,10 +51,7 @@ class GrammarState(Protocol):
 class Grammar(Protocol):
     """A compiled grammar, shared by all answers of a request."""
 
-    @property
-    def source(self) -> str:
-        """The grammar in llguidance's notation, for engines that compile it themselves."""
-        ...
+    source: str  # in llguidance's notation, for engines that compile it themselves
 
     def start(self) -> GrammarState:
         """The state at the beginning of an answer."""
@@ -199,25 +196,10 @@ def check_sees_all(max_context: int, model_config: Any) -> None:
         )
 
 
-def _check_quality(request: Request) -> None:
-    quality, mode = request.quality, request.mode
-    if isinstance(quality, Budget) and not mode.verifies:
-        raise RequestError(
-            f"a quality budget has no effect in mode {mode.type!r}, which verifies no drafts; use "
-            "'verified'",
-            field="quality_budget",
-        )
-    if quality and not mode.is_elastic:
-        raise RequestError(
-            f"a quality has no effect in mode {mode.type!r} as it is set; use 'verified', or "
-            "'confidence' by probability",
-            field="quality",
-        )
-
-
 def check_request(request: Request, vocabulary: int, card: ModelCard, max_context: int) -> None:
     """Raise RequestError or PromptTooLongError when the request cannot be decoded."""
-    window_of(request.mode, card)
+    quality, mode = request.quality, request.mode
+    window_of(mode, card)
     if not request.prompt:
         raise RequestError("the prompt is empty", field="messages")
     if request.max_new_tokens < 1:
@@ -243,7 +225,18 @@ def check_request(request: Request, vocabulary: int, card: ModelCard, max_contex
             "a least length may contradict the format asked for; leave one of the two out",
             field="min_tokens",
         )
-    _check_quality(request)
+    if isinstance(quality, Budget) and not mode.verifies:
+        raise RequestError(
+            f"a quality budget has no effect in mode {mode.type!r}, which verifies no drafts; use "
+            "'verified'",
+            field="quality_budget",
+        )
+    if quality and not mode.is_elastic:
+        raise RequestError(
+            f"a quality has no effect in mode {mode.type!r} as it is set; use 'verified', or "
+            "'confidence' by probability",
+            field="quality",
+        )
     total = len(request.prompt) + request.max_new_tokens
     if total > max_context:
         raise PromptTooLongError(

@@ -76,7 +76,13 @@ class Sampler:
         if not index:
             overlap()
             return []
-        logits_PV = self._logits(index)
+        # If there are few rows, those of all masks too.
+        masks = len(self._position_N) - self._first_mask
+        is_at_once = 0 < masks <= _AT_ONCE - len(index)
+        wanted = range(self._first_mask, len(self._position_N)) if is_at_once else ()
+        logits_PV = self._banned(self._backend.logits([*index, *wanted]))
+        if is_at_once:
+            logits_PV, self._mask_logits_MV = logits_PV.split([len(index), masks])
         owns, end = [], 0
         for planned in self._planned:
             owns.append(slice(end, end + len(planned.rows)))
@@ -113,25 +119,28 @@ class Sampler:
                 self._planned, outcomes, tokens, owns, strict=True
             )
         ]
-        position_M = self._position_N[wanted] + 1
-        return choose_drafts(self._backend, wanted, logits_MV, position_M, masks)
+        position_M, backend = self._position_N[wanted] + 1, self._backend
+        adapter = backend.adapter
+        if not adapter or not adapter.head:
+            return _by_themselves(backend, logits_MV, position_M, masks)
+        if isinstance(backend, CompiledBackend):
+            found = backend.drafts(masks, wanted, logits_MV, position_M)
+            if found is not None:
+                said = zip(*found, strict=True)
+                branches = [each.branches_of(adapter.candidates) for each in masks]
+                return [
+                    _proposals(islice(said, count), each.count)
+                    for each, count in zip(masks, branches, strict=True)
+                ]
+        hidden_MH = backend.hidden(wanted)
+        drafts = _Drafts(backend, adapter, adapter.head, hidden_MH, logits_MV, position_M, masks)
+        return drafts.by_head()
 
     @torch.inference_mode()
     def log_p(self, item: int, rows: range) -> Tensor:
         """Log-probabilities in some rows of the work's item of this number, (P, V)."""
         index = [self._first[item] + row for row in rows]
         return self._banned(self._backend.logits(index)).log_softmax(dim=-1)
-
-    def _logits(self, index: list[int]) -> Tensor:
-        """Logits of these rows, and if there are few rows, of all masks too."""
-        end = len(self._position_N)
-        masks = end - self._first_mask
-        is_at_once = 0 < masks <= _AT_ONCE - len(index)
-        wanted = [*index, *range(self._first_mask, end)] if is_at_once else index
-        logits_PV = self._banned(self._backend.logits(wanted))
-        if is_at_once:
-            logits_PV, self._mask_logits_MV = logits_PV.split([len(index), masks])
-        return logits_PV
 
     def _banned(self, logits_PV: Tensor) -> Tensor:
         if self._mask_token_id is not None:
@@ -217,33 +226,6 @@ class _Planned:
         grammar = sequence.grammar
         allowed_RV = grammar.allowed(plan.review, plan.drafts) if grammar else None
         return Block(request, own, answers, allowed_RV)
-
-
-def choose_drafts(
-    backend: Backend,
-    rows: Sequence[int],
-    logits_MV: Tensor,
-    position_M: np.ndarray,
-    masks: Sequence[Masks],
-) -> list[Proposals]:
-    """Proposals of each sequence's masks, which are these rows of the forward; `position_M` holds
-    the predicted tokens' positions."""
-    adapter = backend.adapter
-    if adapter and adapter.head:
-        if (
-            isinstance(backend, CompiledBackend)
-            and (found := backend.drafts(masks, rows, logits_MV, position_M)) is not None
-        ):
-            said = zip(*found, strict=True)
-            counts = [each.branches_of(adapter.candidates) for each in masks]
-            return [
-                _proposals(islice(said, count), each.count)
-                for each, count in zip(masks, counts, strict=True)
-            ]
-        hidden_MH = backend.hidden(rows)
-        drafts = _Drafts(backend, adapter, adapter.head, hidden_MH, logits_MV, position_M, masks)
-        return drafts.by_head()
-    return _by_themselves(backend, logits_MV, position_M, masks)
 
 
 def _by_themselves(

@@ -29,7 +29,7 @@ from mars_ray.config.evaluate import EvaluateJob, FilesTask, Grade
 from mars_ray.config.modes import Mode
 from mars_ray.core.frontier import FRONTIER_FILE, Frontier, FrontierPoint, mode_label
 from mars_ray.core.statistics import is_looping
-from mars_ray.data.chat import Plan, encoder_of
+from mars_ray.data.chat import encoder_of
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import engine_model
 from mars_ray.decode.request import Completion, Request
@@ -128,7 +128,7 @@ def reference_pairs(
         text = None if problem.answer is None else reference_text(problem.answer)
         if not text:
             continue
-        reference = encoder.encode([Plan(((text, True),))])[0].input_ids.tolist()
+        reference = encoder.encode([[(text, True)]])[0].input_ids.tolist()
         if len(prompt) + len(reference) > most:
             raise DataError(
                 f"{problem.origin}: the prompt and its reference are "

@@ -239,7 +239,7 @@ def _right(result: ModeAnswers, exact: ModeAnswers) -> list[bool]:
 def _point(result: ModeAnswers, exact: ModeAnswers, problems: list[Problem]) -> FrontierPoint:
     right, same = _right(result, exact), _same(result, exact)
     low, high = wilson_interval(sum(right), len(right))
-    paired = paired_difference(_right(exact, exact), right)
+    difference, lowest, highest, p_value = paired_difference(_right(exact, exact), right)
     tokens = sum(len(answer.tokens) for answer in result.answers)
     return FrontierPoint(
         mode=result.mode.model_dump(),
@@ -251,10 +251,10 @@ def _point(result: ModeAnswers, exact: ModeAnswers, problems: list[Problem]) -> 
         forwards=sum(answer.completion.forwards for answer in result.answers),
         tokens_per_s=tokens / result.seconds,
         identical=sum(same) / len(same),
-        difference=paired.difference,
-        difference_low=paired.low,
-        difference_high=paired.high,
-        p_value=paired.p_value,
+        difference=difference,
+        difference_low=lowest,
+        difference_high=highest,
+        p_value=p_value,
         **_own_measures(result, exact, problems, tokens),
     )
 

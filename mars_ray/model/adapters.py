@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 _NAME = "default"
-_WITHIN = ".base_layer"
+
 _MASK = "lora_mask_H"  # a parameter of the embedding
 
 
@@ -55,18 +55,14 @@ def add_adapters(
         embedding: Any = model.get_input_embeddings()
         with whole(embedding.weight):
             row_H = embedding.weight[mask_token_id].detach().clone()
-        _train_mask(embedding, mask_token_id, row_H)
+        # A row of its own for the mask, which alone has a gradient.
+        embedding.register_parameter(_MASK, nn.Parameter(row_H))
 
+        def hook(module: Any, ids: tuple[Tensor], embedded: Tensor) -> Tensor:
+            is_mask = (ids[0] == mask_token_id)[..., None]
+            return torch.where(is_mask, getattr(module, _MASK).to(embedded.dtype), embedded)
 
-def _train_mask(embedding: Any, mask_token_id: int, row_H: Tensor) -> None:
-    """Give the embedding a row of its own for the mask, which alone has a gradient."""
-    embedding.register_parameter(_MASK, nn.Parameter(row_H))
-
-    def hook(module: Any, ids: tuple[Tensor], embedded: Tensor) -> Tensor:
-        is_mask = (ids[0] == mask_token_id)[..., None]
-        return torch.where(is_mask, getattr(module, _MASK).to(embedded.dtype), embedded)
-
-    embedding.register_forward_hook(hook)
+        embedding.register_forward_hook(hook)
 
 
 def adapter_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -80,7 +76,9 @@ def merged(
     from peft.tuners.lora import LoraLayer
 
     plain = {
-        name.replace(_WITHIN, ""): value for name, value in weights.items() if ".lora_" not in name
+        name.replace(".base_layer", ""): value
+        for name, value in weights.items()
+        if ".lora_" not in name
     }
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):

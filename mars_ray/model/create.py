@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     PreTrainedModel,
@@ -28,9 +27,8 @@ from transformers import (
 
 from mars_ray.config.inputs import ModelConfig, PresetModel, PresetName
 from mars_ray.errors import ModelError
-from mars_ray.files import remedy
-from mars_ray.model.directory import CARD_FILE, ModelCard, read_card
-from mars_ray.model.load import load_model, load_tokenizer, save_model, stop_at_turn_end
+from mars_ray.model.directory import CARD_FILE, ModelCard, read_card, written
+from mars_ray.model.load import load_model, load_tokenizer, stop_at_turn_end, write_model
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -181,12 +179,8 @@ def create_model(
     card = replace(ensure_mask_token(model, tokenizer), block_size=block_size)
     check_rows(model, tokenizer)
     stop_at_turn_end(model, tokenizer)
-    try:
-        save_model(directory, model, tokenizer, card)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"cannot write {directory}: {error}. {remedy(error)}, and run again"
-        ) from error
+    with written(directory) as fresh:
+        write_model(fresh, model, tokenizer, card)
 
 
 def check_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -215,36 +209,26 @@ def ensure_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     token on an unused embedding row; a new token on a new row.
     """
     if tokenizer.mask_token is None:
-        token: Any = _reserved_token(tokenizer) or MASK
+        in_use, template = tokenizer.special_tokens_map.values(), str(tokenizer.chat_template)
+        reserved = (
+            added.content
+            for _, added in sorted(tokenizer.added_tokens_decoder.items())
+            if added.special and _RESERVED.match(added.content)
+        )
+        free = (text for text in reserved if text not in in_use and text not in template)
+        token: Any = next(free, MASK)
         tokenizer.add_special_tokens({"mask_token": token})
     mask_id = tokenizer.mask_token_id
     assert isinstance(mask_id, int)
-    old = len(_weight(model.get_input_embeddings()))
+    embedding: Any = model.get_input_embeddings()
+    old = len(embedding.weight)
     if mask_id >= old:
         # New rows start at the mean of the others: random ones would depend on the generator's
         # state and lie far from them.
         model.resize_token_embeddings(mask_id + 1, mean_resizing=False)
+        layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
         with torch.no_grad():
-            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-                weight_VH = _weight(layer)
+            for layer in layers:
+                weight_VH = layer.weight
                 weight_VH[old:] = weight_VH[:old].float().mean(0).to(weight_VH.dtype)
     return ModelCard(mask_token=str(tokenizer.mask_token), mask_token_id=mask_id, block_size=0)
-
-
-def _reserved_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The unused special token with the lowest id."""
-    in_use = set(tokenizer.special_tokens_map.values())
-    template = str(tokenizer.chat_template)
-    for _, added in sorted(tokenizer.added_tokens_decoder.items()):
-        text = added.content
-        if added.special and _RESERVED.match(text) and text not in in_use and text not in template:
-            return text
-    return None
-
-
-def _weight(layer: torch.nn.Module | None) -> torch.Tensor:
-    """A layer's weight with one row per token, (V, H)."""
-    assert layer is not None
-    weight = layer.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight

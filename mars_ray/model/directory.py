@@ -7,6 +7,7 @@ what decoding needs and the Hugging Face files of a model do not have.
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from mars_ray.errors import ModelError
+from mars_ray.files import remedy, replaced_directory
 from mars_ray.storage.hub import missing
 
 # transformers' model types, and their names in messages.
@@ -113,6 +115,19 @@ def check_names(directory: Path, known: Collection[str], prefix: str) -> None:
             f"the weights in {directory} do not fit its config.json: "
             f"unexpected keys {', '.join(sorted(strange)[:3])}"
         )
+
+
+@contextmanager
+def written(directory: str | Path) -> Iterator[Path]:
+    """A new directory that replaces this one when the block ends without an error. Raises
+    ModelError if it cannot be written."""
+    try:
+        with replaced_directory(Path(directory)) as fresh:
+            yield fresh
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"cannot write {directory}: {error}. {remedy(error)}, and run again"
+        ) from error
 
 
 def weight_files(directory: Path) -> list[str]:

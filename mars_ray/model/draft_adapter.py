@@ -26,13 +26,13 @@ from torch import Tensor
 
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
-from mars_ray.files import remedy, replaced_directory
 from mars_ray.model.directory import (
     DRAFT_CARD_FILE,
     DRAFT_FORMAT,
     DraftCard,
     fingerprint,
     read_draft_card,
+    written,
 )
 
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -85,16 +85,7 @@ class DraftAdapter:
 
 def write_draft_adapter(directory: str | Path, adapter: DraftAdapter) -> None:
     """Writes the directory in bfloat16; it appears complete or not at all. Raises ModelError."""
-    try:
-        with replaced_directory(Path(directory)) as fresh:
-            _write(fresh, adapter)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"cannot write {directory}: {error}. {remedy(error)}, and run again"
-        ) from error
-
-
-def _write(directory: Path, adapter: DraftAdapter) -> None:
+    card = adapter.card
     lora = {
         f"{_PEFT_PREFIX}{name}.lora_{side}.weight": weight
         for name, (down, up) in adapter.lora.items()
@@ -103,26 +94,7 @@ def _write(directory: Path, adapter: DraftAdapter) -> None:
     own = {_EMBEDDING: adapter.mask_embedding_DH}
     if adapter.head:
         own |= {name: getattr(adapter.head, key) for key, name in _HEAD.items()}
-    card = adapter.card
-    if lora:
-        config = json.dumps(_peft_config(card), indent=2) + "\n"
-        (directory / _PEFT_CONFIG).write_text(config, encoding="utf-8")
-        save_file(_stored(lora), directory / _PEFT_WEIGHTS)
-    save_file(_stored(own), directory / _DRAFT_WEIGHTS)
-    text = json.dumps({"format": DRAFT_FORMAT} | asdict(card), indent=2) + "\n"
-    (directory / DRAFT_CARD_FILE).write_text(text, encoding="utf-8")
-    # safetensors makes files readable for their owner only; a server may run as another user.
-    mode = (directory / DRAFT_CARD_FILE).stat().st_mode
-    for file in directory.iterdir():
-        file.chmod(mode)
-
-
-def _stored(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: w.detach().cpu().to(torch.bfloat16).contiguous() for name, w in weights.items()}
-
-
-def _peft_config(card: DraftCard) -> dict[str, Any]:
-    return {
+    peft_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": card.base,
@@ -133,6 +105,24 @@ def _peft_config(card: DraftCard) -> dict[str, Any]:
         "target_modules": list(card.targets),
         "inference_mode": True,
     }
+    with written(directory) as fresh:
+        if lora:
+            _write_json(fresh / _PEFT_CONFIG, peft_config)
+            save_file(_stored(lora), fresh / _PEFT_WEIGHTS)
+        save_file(_stored(own), fresh / _DRAFT_WEIGHTS)
+        _write_json(fresh / DRAFT_CARD_FILE, {"format": DRAFT_FORMAT} | asdict(card))
+        # safetensors makes files readable for their owner only; a server may run as another user.
+        mode = (fresh / DRAFT_CARD_FILE).stat().st_mode
+        for file in fresh.iterdir():
+            file.chmod(mode)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _stored(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: w.detach().cpu().to(torch.bfloat16).contiguous() for name, w in weights.items()}
 
 
 def read_draft_adapter(
@@ -207,8 +197,7 @@ def name_base(directory: str | Path, base: str) -> None:
     for file, key in ((DRAFT_CARD_FILE, "base"), (_PEFT_CONFIG, "base_model_name_or_path")):
         path = Path(directory) / file
         if path.exists():
-            content = json.loads(path.read_text(encoding="utf-8")) | {key: base}
-            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            _write_json(path, json.loads(path.read_text(encoding="utf-8")) | {key: base})
 
 
 def adapter_bytes(directory: str | Path) -> int:

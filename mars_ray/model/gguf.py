@@ -108,10 +108,6 @@ class _Header:
             return value[0]
         return value
 
-    def has(self, suffix: str) -> bool:
-        """Whether any layer has a tensor with this end of its name."""
-        return any(name.startswith("blk.") and name.endswith(suffix) for name in self.tensors)
-
     def token(self, name: str) -> int | None:
         return self.fields.get(f"tokenizer.ggml.{name}_token_id")
 
@@ -132,15 +128,8 @@ def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         )
     config = _config(header)
     names = _names(header, config)
-    pre = header.fields.get("tokenizer.ggml.pre")
     # First, because it is quick and more likely to be refused.
-    tokenizer = load_gguf_tokenizer(
-        path,
-        kind=str(header.fields.get("tokenizer.ggml.model")),
-        pre=None if pre is None else str(pre),
-        adds_bos=header.fields.get("tokenizer.ggml.add_bos_token"),
-        adds_eos=bool(header.fields.get("tokenizer.ggml.add_eos_token")),
-    )
+    tokenizer = _tokenizer(header)
     named = {
         name.removeprefix(_TEMPLATE): value
         for name, value in header.fields.items()
@@ -207,8 +196,9 @@ def _config(header: _Header) -> Any:
     )
     if header.architecture != "qwen2":
         # llama.cpp does without those that are not there.
+        biases = tuple(f"attn_{name}.bias" for name in ("q", "k", "v", "output"))
         config.attention_bias = any(
-            header.has(f"attn_{name}.bias") for name in ("q", "k", "v", "output")
+            name.startswith("blk.") and name.endswith(biases) for name in header.tensors
         )
     for name in ("bos", "eos"):
         setattr(config, f"{name}_token_id", header.token(name))
@@ -313,13 +303,12 @@ def _names(header: _Header, config: Any) -> dict[str, str]:
 
 def _model(header: _Header, config: Any, names: dict[str, str]) -> PreTrainedModel:
     kind = _KINDS[header.architecture][1]
-    with torch.device("meta"):
-        shapes = {name: weight.shape for name, weight in kind(config).state_dict().items()}
     weights = {
-        # Only biases may be missing.
-        name: _weight(header, config, own) if own in header.tensors else torch.zeros(shapes[name])
-        for name, own in names.items()
+        name: _weight(header, config, own) for name, own in names.items() if own in header.tensors
     }
+    for name in names.keys() - weights.keys():  # only biases may be missing
+        outputs = len(weights[name.removesuffix("bias") + "weight"])
+        weights[name] = torch.zeros(outputs)
     loaded: Any = opened(
         header.path,
         lambda: kind.from_pretrained(
@@ -391,24 +380,18 @@ _CUTS = {
     "qwen2": _QWEN,
     "tekken": _Cut(_TEKKEN, ignores_merges=True, adds_bos=True),
 }
-# SentencePiece vocabularies have no such step.
-_NONE = (None, "default")
 
 
-def load_gguf_tokenizer(
-    path: Path, *, kind: str, pre: str | None, adds_bos: bool | None, adds_eos: bool = False
-) -> PreTrainedTokenizerBase:
-    """A file's tokenizer. `kind` is the field `model` of `tokenizer.ggml`; the others have the
-    fields' names.
-
-    Raises ModelError for a tokenizer that is not supported.
-    """
-    is_plain = kind == "llama" and pre in _NONE
+def _tokenizer(header: _Header) -> PreTrainedTokenizerBase:
+    """The file's tokenizer. Raises ModelError for one that is not supported."""
+    path, prefix = header.path, "tokenizer.ggml."
+    kind, pre = (str(header.fields.get(prefix + name)) for name in ("model", "pre"))
+    # SentencePiece vocabularies have no such step.
+    is_plain = kind == "llama" and pre in ("None", "default")
     if not is_plain and (kind != "gpt2" or pre not in _CUTS):
         raise ModelError(
             f"{path} cuts text in a way that is not known here: tokenizer.ggml.model={kind}, "
-            f"tokenizer.ggml.pre={pre}; known are {', '.join(_CUTS)}: import the model that it "
-            "was made from"
+            f"tokenizer.ggml.pre={pre}; known are {', '.join(_CUTS)}: {_INSTEAD}"
         )
     tokenizer = opened(
         path, lambda: AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), holds=_HOLDS
@@ -417,7 +400,7 @@ def load_gguf_tokenizer(
         return tokenizer
     # Changed to cut text as its file says.
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    step, backend = _CUTS[str(pre)], tokenizer.backend_tokenizer
+    step, backend = _CUTS[pre], tokenizer.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(step.split), behavior="isolated")
@@ -430,10 +413,11 @@ def load_gguf_tokenizer(
         backend.normalizer = normalizers.NFC()
     assert isinstance(backend.model, BPE)
     backend.model.ignore_merges = step.ignores_merges
+    adds_bos = header.fields.get(prefix + "add_bos_token")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         add_bos_token=step.adds_bos if adds_bos is None else adds_bos,
-        add_eos_token=adds_eos,
+        add_eos_token=bool(header.fields.get(prefix + "add_eos_token")),
         chat_template=tokenizer.chat_template,
         clean_up_tokenization_spaces=False,
         **tokenizer.special_tokens_map,

@@ -56,8 +56,6 @@ _COMPLAINTS = (
     ArithmeticError,
 )
 
-# torch's message when the CPU's memory is full; for CUDA's it has an exception.
-_CPU_SHORT = "can't allocate memory"
 
 T = TypeVar("T")
 
@@ -199,15 +197,12 @@ def opened(
     except _COMPLAINTS as error:
         if isinstance(error, OSError) and not Path(place).exists():
             raise missing(place, revision, error) from error
-        if isinstance(error, torch.OutOfMemoryError) or _CPU_SHORT in str(error):
+        # torch's message when the CPU's memory is full; for CUDA's it has an exception.
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise ModelError(f"there is too little memory to load {place}: {error}") from error
         raise ModelError(
             f"cannot load {str(place)!r}, which must hold {holds}: {type(error).__name__}: {error}"
         ) from error
-
-
-# The output projection's name in all of `directory.ARCHITECTURES`.
-_HEAD = "lm_head.weight"
 
 
 def save_model(
@@ -244,12 +239,12 @@ def write_model(
     config.save_pretrained(directory)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
-    tied = {_HEAD} if config.tie_word_embeddings else set()
     own = {
         # In storage of its own: ZeRO's parameters are pieces of a large tensor.
         name: value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
         for name, value in weights.items()
-        if name not in tied
+        # The output projection has this name in all of `directory.ARCHITECTURES`.
+        if not (config.tie_word_embeddings and name == "lm_head.weight")
     }
     save_torch_state_dict(own, directory)
     tokenizer.save_pretrained(directory)

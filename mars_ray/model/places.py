@@ -6,7 +6,6 @@ seconds, and a driver that deploys a service seldom needs them.
 """
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,6 @@ from mars_ray.model.directory import (
 from mars_ray.storage import copies
 from mars_ray.storage.copies import Directory
 from mars_ray.storage.place import Place, shown
-
-_DIGEST_CHARS = 8
-# The last part alone does not distinguish adapters: `mars-ray adapt` uses the same for all.
-_NAME_PARTS = 2
 
 
 def pinned(place: Place) -> tuple[Place, ModelCard]:
@@ -67,16 +62,9 @@ def local_copy(place: Place, cache: str) -> Path:
     return directory
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """The size of an export."""
-
-    files: int
-    bytes: int
-
-
-def export_model(place: Place, destination: str, cache: str) -> Exported:
-    """Copies the files that loading needs, and `frontier.json` if there is one.
+def export_model(place: Place, destination: str, cache: str) -> dict[str, int]:
+    """Copies the files that loading needs, and `frontier.json` if there is one. Returns the numbers
+    of `files` and `bytes`.
 
     The configuration is copied last, after the card. A directory without a configuration is not
     accepted as a model, so a truncated copy cannot be served. Nor can a trained model be served as
@@ -88,7 +76,7 @@ def export_model(place: Place, destination: str, cache: str) -> Exported:
     names = [file.name for file in files]
     last = [name for name in (CARD_FILE, CONFIG_FILE) if name in names]
     copies.publish(directory, [name for name in names if name not in last], last, destination)
-    return Exported(len(files), sum(file.size for file in files))
+    return {"files": len(files), "bytes": sum(file.size for file in files)}
 
 
 def pinned_adapter(name: str) -> tuple[str, DraftCard]:
@@ -120,8 +108,9 @@ def adapter_name(name: str, directory: Path) -> str:
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
     except OSError as error:
         raise ModelError(f"the draft adapter {directory} cannot be read: {error}") from error
-    parts = [part for part in shown(Place.parse(name).name).split("/") if part]
-    return f"{'/'.join(parts[-_NAME_PARTS:])}@{digest.hexdigest()[:_DIGEST_CHARS]}"
+    # The last part alone does not distinguish adapters: `mars-ray adapt` uses the same for all.
+    parts = [part for part in shown(Place.parse(name).name).split("/") if part][-2:]
+    return f"{'/'.join(parts)}@{digest.hexdigest()[:8]}"
 
 
 def _check_model(directory: Path, called: str) -> None:

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mars_ray.config.train import DraftAdapterConfig, DraftObjective
 from mars_ray.core.draft_head import DraftHead
-from mars_ray.core.draft_layout import DraftRows, draft_sizes
+from mars_ray.core.draft_layout import DraftRows
 from mars_ray.core.draft_loss import DraftChoices, DraftLoss, DraftTargets, draft_choices
 from mars_ray.core.layout import NO_TARGET, Layout, visible
 from mars_ray.errors import ModelError
@@ -262,8 +262,8 @@ class DraftStep(nn.Module):
 
     def _forward(self, layout: Layout, coefficient_BR: Tensor | None) -> Any:
         base, card = self._base[0], self._card
-        length, width = draft_sizes(layout)
-        rows = DraftRows.of(layout, length, width)
+        rows = DraftRows.of(layout)
+        length = rows.ids_BL.shape[1]
         teacher_TH, hidden_XH = self._hidden_states(rows)
         index_N, targets = _targets(rows, teacher_TH)
         hidden_NH = hidden_XH.index_select(0, index_N)

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from mars_ray.core.acceptance import acceptance_counts, expected_tokens_per_forward, survival
+from mars_ray.core.acceptance import acceptance_counts, survival
 from mars_ray.core.layout import TokenBatch
 from mars_ray.core.loss import loss_counts, row_coefficients
 from mars_ray.data.loader import Loader
@@ -313,7 +313,9 @@ def evaluate(
     metrics = {"loss": objective.loss(means, _EVAL_PROGRESS)} | means
     if depths:
         for prefix, count in zip(predictors, counts, strict=True):
-            shares = enumerate(survival(count), start=1)
-            metrics |= {f"{prefix}acceptance_{depth}": share for depth, share in shares}
-            metrics[f"{prefix}tokens_per_forward"] = expected_tokens_per_forward(count)
+            shares = survival(count)
+            for depth, share in enumerate(shares, start=1):
+                metrics[f"{prefix}acceptance_{depth}"] = share
+            # Expected of greedy `verified` decoding that always has drafts.
+            metrics[f"{prefix}tokens_per_forward"] = 1 + sum(shares)
     return metrics

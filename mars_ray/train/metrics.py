@@ -39,6 +39,7 @@ from transformers import PreTrainedModel
 
 from mars_ray.files import write_whole
 from mars_ray.model.forward import output_head
+from mars_ray.model.shape import shape_of_config
 from mars_ray.progress import Bars
 from mars_ray.train.model_step import COUNTS, Stream
 from mars_ray.train.ranks import Ranks, whole_shape
@@ -59,12 +60,11 @@ class ModelFlops:
     def of(cls, model: PreTrainedModel) -> "ModelFlops":
         """The sizes of a model, whole or split among ranks."""
         linear = [module for module in model.base_model.modules() if isinstance(module, nn.Linear)]
-        config = model.config
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = shape_of_config(model.config)
         return cls(
             sum(module.in_features * module.out_features for module in linear),
             sum(math.prod(whole_shape(weight)) for weight in output_head(model).parameters()),
-            config.num_hidden_layers * config.num_attention_heads * size,
+            shape.layers * shape.query_size,
         )
 
     def counted(self, counts: Mapping[Any, float]) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mars_ray.errors import ModelError
 from mars_ray.model.draft_adapter import DraftAdapter, Lora, LoraProduct, side_by_side
-from mars_ray.vllm.mask_rows import Delta, MaskRows, SummedProduct, add_after, embed_after
+from mars_ray.vllm.mask_rows import MaskRows, SummedProduct, add_after, embed_after
 
 # vLLM's layers in a decoder layer, and those of the adapter that make one of them.
 _COLUMN = {
@@ -42,7 +42,7 @@ ARCHITECTURES = (
 class Parts:
     """What an adapter adds to this rank's layers, by their names, and its embeddings of masks."""
 
-    deltas: dict[str, Delta]
+    deltas: dict[str, LoraProduct]
     mask_DH: Tensor
 
 
@@ -52,7 +52,7 @@ def fitted(adapter: DraftAdapter, model: Any, dtype: torch.dtype) -> Parts:
     device = next(model.parameters()).device
     mask_DH = adapter.mask_embedding_DH.to(device, dtype)
     adapter.check_hidden_size(model.config.hidden_size)
-    deltas: dict[str, Delta] = {}
+    deltas: dict[str, LoraProduct] = {}
     unused = set(adapter.lora)
     for index, layer in enumerate(model.model.layers):
         prefix = f"model.layers.{index}"
@@ -69,7 +69,9 @@ def fitted(adapter: DraftAdapter, model: Any, dtype: torch.dtype) -> Parts:
             if lora:
                 module = _base(layer.get_submodule(own))
                 delta = _by_inputs(lora, module, adapter.card.scale, name).as_of(device, dtype)
-                deltas[name] = SummedProduct(delta) if module.tp_size > 1 else delta
+                if module.tp_size > 1:
+                    delta = SummedProduct(delta.down_IK, delta.up_KO)
+                deltas[name] = delta
             unused.discard(name)
     if unused:
         name = min(unused)

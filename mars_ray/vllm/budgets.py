@@ -91,8 +91,13 @@ class Budgets:
         threshold = self._thresholds.of(spender.budget)
         disagreed, differs = self.disagreed(spender.request), list[bool]()
         for depth, (logits_V, draft) in enumerate(zip(logits_DV, drafts, strict=True)):
-            rule = _by_argmax if greedy else _by_chance
-            agrees, passes = rule(logits_V, draft, threshold)
+            if greedy:
+                share = float((logits_V[draft] - logits_V.max()).exp())
+                agrees, passes = int(logits_V.argmax()) == draft, share >= threshold and share > 0
+            else:  # by one number for both, so that whatever is taken passes
+                share = float(logits_V.softmax(-1)[draft])
+                drawn = float(torch.rand((), device=logits_V.device))
+                agrees, passes = drawn < share, drawn * threshold < share
             room = spender.budget.allows(disagreed, spender.tokens + depth + 1)
             if not agrees and not (passes and room):
                 if not greedy:
@@ -118,16 +123,3 @@ class Budgets:
     def ended(self, request: str) -> None:
         self._disagreed.pop(request, None)
         self._differs.pop(request, None)
-
-
-def _by_argmax(logits_V: Tensor, draft: int, threshold: float) -> tuple[bool, bool]:
-    """Whether greedy decoding takes the draft, and whether it passes."""
-    share = float((logits_V[draft] - logits_V.max()).exp())
-    return int(logits_V.argmax()) == draft, share > 0 and share >= threshold
-
-
-def _by_chance(logits_V: Tensor, draft: int, threshold: float) -> tuple[bool, bool]:
-    """The same of sampling: by one number for both, so that whatever is taken passes."""
-    p = float(logits_V.softmax(-1)[draft])
-    drawn = float(torch.rand((), device=logits_V.device))
-    return drawn < p, drawn * threshold < p

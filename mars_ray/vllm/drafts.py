@@ -6,6 +6,7 @@ C candidates, H hidden size, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class HeadedDrafts:
         candidate_MC = likeliest(logits_MV, self.candidates)
         # What is never emitted must be no candidate, as it could be in a small vocabulary.
         banned_MC = logits_MV.gather(-1, candidate_MC) == -torch.inf
-        firsts = _firsts(origins)
+        firsts = list(accumulate((origin.masks for origin in origins), initial=0))
         device = hidden_MH.device
         chosen = [torch.tensor([origin.token for origin in origins], device=device)]
         for depth in range(max(origin.masks for origin in origins)):
@@ -38,7 +39,7 @@ class HeadedDrafts:
             row_X = torch.tensor(
                 [
                     first + min(depth, origin.masks - 1)
-                    for first, origin in zip(firsts, origins, strict=True)
+                    for first, origin in zip(firsts, origins, strict=False)
                 ],
                 device=device,
             )
@@ -56,21 +57,10 @@ class HeadedDrafts:
 
 def likeliest_tokens(logits_MV: Tensor, origins: Sequence[Origin]) -> list[list[int]]:
     """Drafts without a head: the likeliest token of each mask."""
-    best = logits_MV.argmax(dim=-1).tolist()
-    return [
-        best[first : first + origin.masks]
-        for first, origin in zip(_firsts(origins), origins, strict=True)
-    ]
+    best = iter(logits_MV.argmax(dim=-1).tolist())
+    return [list(islice(best, origin.masks)) for origin in origins]
 
 
 def rows_of(origins: Sequence[Origin]) -> list[int]:
     """Places of the origins' masks among the rows with logits, one origin after the other."""
     return [row for origin in origins for row in range(origin.first, origin.first + origin.masks)]
-
-
-def _firsts(origins: Sequence[Origin]) -> list[int]:
-    firsts, end = [], 0
-    for origin in origins:
-        firsts.append(end)
-        end += origin.masks
-    return firsts

@@ -21,22 +21,11 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from mars_ray.model.draft_adapter import LoraProduct
 
 
-@dataclass(frozen=True, slots=True)
-class SummedProduct:
+class SummedProduct(LoraProduct):
     """A product of a layer that is cut by its inputs: each rank has a part of the first sum."""
 
-    product: LoraProduct
-
-    @property
-    def up_KO(self) -> Tensor:
-        return self.product.up_KO
-
     def inner(self, x_MI: Tensor) -> Tensor:
-        return tensor_model_parallel_all_reduce(self.product.inner(x_MI))
-
-
-# What an adapter adds to the results of a linear layer: two products, K wide between them.
-Delta = LoraProduct | SummedProduct
+        return tensor_model_parallel_all_reduce(super().inner(x_MI))
 
 
 class IndexedRows:
@@ -63,7 +52,7 @@ class IndexedRows:
         """From now on no row is a mask."""
         self._rows = None
 
-    def add(self, y_NO: Tensor, x_NI: Tensor, delta: Delta) -> None:
+    def add(self, y_NO: Tensor, x_NI: Tensor, delta: LoraProduct) -> None:
         """Add an adapter's part to the results of masks, in place."""
         rows = self._rows
         if rows is None:
@@ -96,7 +85,7 @@ class GatedRows:
     def end(self) -> None:
         self._is_mask_N1.zero_()
 
-    def add(self, y_NO: Tensor, x_NI: Tensor, delta: Delta) -> None:
+    def add(self, y_NO: Tensor, x_NI: Tensor, delta: LoraProduct) -> None:
         # Between the two products, where a row is shortest. `where` and not a product with 0,
         # which would turn infinities into NaN.
         inner_NK = torch.where(self._is_mask_N1[: len(y_NO)], delta.inner(x_NI), 0)
@@ -116,7 +105,7 @@ class Site:
     """Where an adapter acts: on a linear layer's results, or on embeddings; or none does, yet."""
 
     masks: MaskRows
-    delta: Delta | None = None
+    delta: LoraProduct | None = None
     mask_DH: Tensor | None = None
 
 

@@ -13,7 +13,7 @@ V vocabulary.
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -169,9 +169,8 @@ class MarsProposer:
             self._requests[request] = settings.request_options(state.sampling_params)
         return self._requests[request]
 
-    def ended(self, requests: Iterable[str]) -> None:
+    def ended(self, requests: Collection[str]) -> None:
         """Forget requests that have finished or were aborted; their counts stay for a while."""
-        requests = list(requests)
         self.counts.ended(requests)
         for request in requests:
             self._requests.pop(request, None)

@@ -164,10 +164,6 @@ class Counts:
             self.drafted[depth] += 1
             self.accepted[depth] += depth < tokens - 1
 
-    def to_json(self) -> dict[str, Any]:
-        """As a dictionary of numbers and lists."""
-        return asdict(self)
-
 
 class MarsCounts:
     """Counts since the start, and of each request since its own.
@@ -199,15 +195,11 @@ class MarsCounts:
         while len(self._ended) > _ENDED:
             self._ended.popitem(last=False)
 
-    def of(self, request: str) -> Counts | None:
-        """A request's counts: one that is running, or has ended lately."""
-        return self._running.get(request) or self._ended.get(request)
-
     def to_json(self) -> dict[str, Any]:
         """All counts, with those of requests by their ids in vLLM."""
         requests = self._running | self._ended
         return {
             "steps": self.steps,
-            "total": self.total.to_json(),
-            "requests": {name: counts.to_json() for name, counts in requests.items()},
+            "total": asdict(self.total),
+            "requests": {name: asdict(counts) for name, counts in requests.items()},
         }

@@ -20,7 +20,7 @@ Shape suffixes: B requests, N drafts of all requests.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial, wraps
+from functools import partial, partialmethod, wraps
 from itertools import accumulate
 from typing import Any
 
@@ -87,7 +87,21 @@ def _sample(
 ) -> Any:
     mars = runner.drafter
     mars.logits_NV = logits
-    kept = [_checkable(runner, *each) for each in zip(mars.requests, mars.layout.rows, strict=True)]
+    kept: list[tuple[int, ...]] = []
+    thresholds: list[float] = []  # of each draft
+    spenders: list[Spender] = []
+    for request, row in zip(mars.requests, mars.layout.rows, strict=True):
+        state = runner.requests[request]
+        # vLLM bans stop tokens from the row behind the last draft by the answer's length before
+        # this step, so of an answer that is too short to stop, no draft may make it long enough.
+        tokens = len(state.output_token_ids)
+        missing = (state.sampling_params.min_tokens if state.sampling_params else 0) - tokens
+        drafts = row.drafts if missing <= 0 else row.drafts[: missing - 1]
+        budget = mars.budget_of(request, state)
+        if drafts and budget:
+            spenders.append(Spender(request, budget, tokens, len(thresholds), len(drafts)))
+        thresholds += [mars.threshold_of(request, state)] * len(drafts)
+        kept.append(drafts)
     real_NV = logits[torch.tensor(mars.layout.real_logits(kept), device=logits.device)]
     mars.ban_mask(real_NV)
     metadata = _metadata(kept, logits.device) if any(kept) else None
@@ -95,55 +109,17 @@ def _sample(
     whole = batch.sampling_metadata
     values = {field.name: getattr(whole, field.name) for field in fields(SamplingMetadata)}
     values["spec_token_ids"] = [list(drafts) for drafts in kept]
+    is_relaxed = any(threshold != 1 for threshold in thresholds)
     batch.sampling_metadata = _Metadata(
         **values,
-        threshold_N=_thresholds(runner, kept),
+        threshold_N=torch.tensor(thresholds, device=runner.device) if is_relaxed else None,
         budgets=mars.budgets,
-        spenders=_spenders(runner, kept),
+        spenders=tuple(spenders),
     )
     try:
         return original(runner, real_NV, metadata)
     finally:
         batch.sampling_metadata = whole
-
-
-def _checkable(runner: Any, request: str, row: Any) -> tuple[int, ...]:
-    """The drafts that the sampler may see.
-
-    vLLM bans stop tokens from the row behind the last draft by the answer's length before this
-    step, so of an answer that is too short to stop, no draft may make it long enough.
-    """
-    state = runner.requests[request]
-    least = state.sampling_params.min_tokens if state.sampling_params else 0
-    missing = least - len(state.output_token_ids)
-    return row.drafts if missing <= 0 else row.drafts[: missing - 1]
-
-
-def _thresholds(runner: Any, drafts: list[tuple[int, ...]]) -> Tensor | None:
-    mars = runner.drafter
-    values = [
-        threshold
-        for request, own in zip(mars.requests, drafts, strict=True)
-        for threshold in [mars.threshold_of(request, runner.requests[request])] * len(own)
-    ]
-    if all(value == 1 for value in values):
-        return None
-    return torch.tensor(values, device=runner.device)
-
-
-def _spenders(runner: Any, drafts: list[tuple[int, ...]]) -> tuple[Spender, ...]:
-    """The requests that have a budget and drafts in this step."""
-    mars = runner.drafter
-    found: list[Spender] = []
-    first = 0
-    for request, own in zip(mars.requests, drafts, strict=True):
-        state = runner.requests[request]
-        budget = mars.budget_of(request, state)
-        if own and budget:
-            tokens = len(state.output_token_ids)
-            found.append(Spender(request, budget, tokens, first, len(own)))
-        first += len(own)
-    return tuple(found)
 
 
 def _rejection_sample(
@@ -159,8 +135,15 @@ def _rejection_sample(
     **kwargs: Any,
 ) -> Tensor:
     if isinstance(sampling_metadata, _Metadata):
+        # vLLM's rule accepts, by these logits, what thresholds below 1 and budgets accept.
         greedy_N = _greedy(sampling_metadata, num_draft_tokens, target_logits.device)
-        _allow(sampling_metadata, target_logits, draft_token_ids, greedy_N)
+        if sampling_metadata.threshold_N is not None:
+            relax(target_logits, draft_token_ids, sampling_metadata.threshold_N, greedy_N)
+        for spender in sampling_metadata.spenders:
+            assert sampling_metadata.budgets is not None
+            rows = slice(spender.first, spender.first + spender.drafts)
+            drafts, greedy = draft_token_ids[rows].tolist(), bool(greedy_N[spender.first])
+            sampling_metadata.budgets.decide(spender, target_logits[rows], drafts, greedy)
     return original(
         draft_token_ids,
         num_draft_tokens,
@@ -172,17 +155,6 @@ def _rejection_sample(
         sampling_metadata,
         **kwargs,
     )
-
-
-def _allow(metadata: _Metadata, logits_NV: Tensor, draft_N: Tensor, greedy_N: Tensor) -> None:
-    """Let vLLM's rule accept what thresholds below 1 and budgets accept."""
-    if metadata.threshold_N is not None:
-        relax(logits_NV, draft_N, metadata.threshold_N, greedy_N)
-    for spender in metadata.spenders:
-        assert metadata.budgets is not None
-        rows = slice(spender.first, spender.first + spender.drafts)
-        drafts, greedy = draft_N[rows].tolist(), bool(greedy_N[spender.first])
-        metadata.budgets.decide(spender, logits_NV[rows], drafts, greedy)
 
 
 def _greedy(metadata: SamplingMetadata, drafts: list[int], device: torch.device) -> Tensor:
@@ -254,11 +226,11 @@ def extend() -> None:
         setattr(GPUModelRunner, name, _for_mars(getattr(GPUModelRunner, name), own))
     sample = rejection_sampler.rejection_sample
     rejection_sampler.rejection_sample = wraps(sample)(partial(_rejection_sample, sample))
+    # The methods of the proposer that engines call in all workers, as
+    # `collective_rpc("mars_set_threshold", args=(0.3,))`.
     WorkerBase.mars_counts = _counts
-    WorkerBase.mars_set_threshold = _set_threshold
-    WorkerBase.mars_load_adapter = _load_adapter
-    WorkerBase.mars_use_adapter = _use_adapter
-    WorkerBase.mars_set_masks = _set_masks
+    for name in ("set_threshold", "load_adapter", "use_adapter", "set_masks"):
+        setattr(WorkerBase, f"mars_{name}", partialmethod(_of_proposer, name))
 
 
 def _for_mars(original: _Method, own: _Method) -> _Method:
@@ -277,38 +249,20 @@ def _counts(worker: Any) -> dict[str, Any]:
     return worker.model_runner.drafter.counts.to_json()
 
 
-def _set_threshold(worker: Any, threshold: float) -> None:
-    """`collective_rpc("mars_set_threshold", args=(0.3,))`: of requests that name none, at once."""
-    worker.model_runner.drafter.set_threshold(threshold)
-
-
-def _load_adapter(worker: Any, directory: str) -> None:
-    """`collective_rpc("mars_load_adapter", args=(directory,))`: make an adapter ready."""
-    worker.model_runner.drafter.load_adapter(directory)
-
-
-def _use_adapter(worker: Any, is_any: bool) -> None:
-    """`collective_rpc("mars_use_adapter", args=(True,))`: the one made ready last, or none."""
-    worker.model_runner.drafter.use_adapter(is_any)
-
-
-def _set_masks(worker: Any, masks_by_running: list[tuple[int, int]]) -> None:
-    """`collective_rpc("mars_set_masks", args=([[1, 4]],))`: as `masks_by_running`, at once."""
-    worker.model_runner.drafter.set_masks(masks_by_running)
+def _of_proposer(worker: Any, name: str, *args: Any) -> None:
+    getattr(worker.model_runner.drafter, name)(*args)
 
 
 def repair_expansion() -> None:
     """Replace the function in this process if it is at fault."""
-    if current_platform.is_cpu() and not _works():
-        log.info("vLLM's CPU build loses sampling parameters of drafts: repaired")
-        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
-
-
-def _works() -> bool:
+    if not current_platform.is_cpu():
+        return
     value_B = torch.tensor([0.5, 0.25])
     end_B = torch.tensor([1, 3], dtype=torch.int32)
     found_N = rejection_sampler.expand_batch_to_tokens(value_B, end_B, 3)
-    return torch.equal(found_N, torch.tensor([0.5, 0.25, 0.25]))
+    if not torch.equal(found_N, torch.tensor([0.5, 0.25, 0.25])):
+        log.info("vLLM's CPU build loses sampling parameters of drafts: repaired")
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
 def expand_batch_to_tokens(

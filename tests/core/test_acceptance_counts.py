@@ -5,11 +5,7 @@ import torch
 from core.rows import MASK, batch_of
 
 from mars_ray.config.train import ConstantBlockSize, MaskSchedule
-from mars_ray.core.acceptance import (
-    acceptance_counts,
-    expected_tokens_per_forward,
-    survival,
-)
+from mars_ray.core.acceptance import acceptance_counts, survival
 from mars_ray.core.layout import compact_layout
 from mars_ray.core.loss import acceptance_weights
 from mars_ray.core.mask_schedule import block_starts
@@ -34,7 +30,6 @@ def test_survival_is_a_running_product():
     counts = counts_with_errors({(0, 1)}, "prrrrrr")
     assert counts.tolist() == [[2, 2, 1], [1, 1, 0]]
     assert survival(counts) == [0.5, 0.5, 0.0]
-    assert expected_tokens_per_forward(counts) == 2.0
 
 
 def test_packed_conversations_and_rows_are_kept_apart():

@@ -5,7 +5,7 @@ import torch
 from core.rows import batch_of
 
 from mars_ray.config.train import ConstantBlockSize, DraftObjective, MixedBlockSize
-from mars_ray.core.draft_layout import DraftRows, draft_layout, draft_sizes
+from mars_ray.core.draft_layout import DraftRows, draft_layout
 from mars_ray.core.mask_schedule import draft_blocks
 
 FOUR = DraftObjective()
@@ -31,7 +31,7 @@ def test_layout_by_hand():
     assert layout.weight_BR[0, masks].tolist() == [1, 0.5, 1, 0.5, 1, 0]
     assert (layout.target_BR[0, :8] == -100).all()
     assert not layout.weight_BR[0, :8].any()
-    rows = DraftRows.of(layout, *draft_sizes(layout))
+    rows = DraftRows.of(layout)
     assert rows.twin_BM[0, :5].tolist() == [3, 4, 4, 5, 6]
     assert rows.sees_BKL[0].sum(dim=1).tolist() == [3, 4, 6]
 
@@ -50,7 +50,7 @@ def test_blocks_end_with_their_turn_and_conversation():
     # Of the last token of a turn nothing is predicted: it starts no block, and no mask stands for
     # it. The widest block left has two slots.
     assert found == [(1, 1), (4, 4), (1, 1), (1, 2), (2, 2)]
-    rows = DraftRows.of(layout, *draft_sizes(layout))
+    rows = DraftRows.of(layout)
     assert rows.width == 2
     # The blocks of the second conversation see its own prompt only.
     assert rows.sees_BKL[0, 2:, :6].sum() == 0
@@ -93,9 +93,10 @@ def test_a_batch_without_masks_has_one_slot_of_padding():
     same."""
     batch, sizes = blocks(FOUR, "ppp")
     layout = draft_layout(batch, sizes, torch.ones(4))
-    assert draft_sizes(layout) == (3, 1)
+    rows = DraftRows.of(layout)
+    assert (rows.ids_BL.shape[1], rows.width) == (3, 1)
     assert layout.depth_BR.tolist() == [[0, 0, 0, 0]]
-    assert DraftRows.of(layout, 3, 1).sees_BKL.sum() == 0
+    assert rows.sees_BKL.sum() == 0
 
 
 def test_cut_blocks_do_not_widen_others():
@@ -103,5 +104,6 @@ def test_cut_blocks_do_not_widen_others():
     objective = DraftObjective(block_size=ConstantBlockSize(size=8), grids=8)
     batch, sizes = blocks(objective, "prrr", "prrr")
     layout = draft_layout(batch, sizes, torch.ones(8))
-    assert draft_sizes(layout) == (4, 2)
+    rows = DraftRows.of(layout)
+    assert (rows.ids_BL.shape[1], rows.width) == (4, 2)
     assert layout.depth_BR[:, 4:].tolist() == [[1, 2, 1, 0]] * 2

@@ -41,9 +41,8 @@ def test_json_round_trip(tmp_path):
     assert rows[1]["tokens_per_forward"] == 3.5
 
 
-def test_dominated_points_are_left_out():
-    """`exact` and `confidence 0.95` are slower than `verified` and no better."""
-    assert [p.label for p in FRONTIER.undominated()] == ["verified 1", "confidence 0.5 margin"]
+def test_points_are_found_by_their_labels():
+    """And one that is not there is told with those that are."""
     assert FRONTIER.point("verified 1").accuracy == 0.9
     with pytest.raises(KeyError, match="no point 'x'"):
         FRONTIER.point("x")

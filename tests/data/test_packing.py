@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.data.loader import one_each, pack
+from mars_ray.data.loader import pack
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=300), st.integers(0, 3))
@@ -26,9 +26,3 @@ def test_the_seed_decides():
     lengths = np.random.default_rng(0).integers(1, 50, 200)
     first, again, other = (pack(lengths, 64, seed).members.tolist() for seed in (1, 1, 2))
     assert first == again != other
-
-
-def test_without_packing_each_has_its_row():
-    """In the order of the data set."""
-    rows = one_each(np.array([3, 1, 2]))
-    assert [rows.row(index) for index in range(len(rows))] == [[0], [1], [2]]

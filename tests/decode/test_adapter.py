@@ -188,7 +188,7 @@ def test_an_adapter_is_swapped_and_removed_under_way(model, control):
     plain = {
         c.request_id: c for c in generate_all(engine, items([ExactMode()] * 4, Sampling(), 30))
     }
-    engine.set_adapter(good_adapter(model), "first")
+    engine.set_adapter(engine.fitting(good_adapter(model)), "first")
     for item in items(modes, Sampling(), 30):
         engine.submit(item)
     done = {}
@@ -199,7 +199,7 @@ def test_an_adapter_is_swapped_and_removed_under_way(model, control):
         (good_adapter(model), "first"),
     ):
         done |= run(engine, 2)
-        engine.set_adapter(adapter, name)
+        engine.set_adapter(adapter and engine.fitting(adapter), name)
         assert engine.adapter_name == name
     done |= run(engine)
     assert {name: c.tokens for name, c in done.items()} == {n: c.tokens for n, c in plain.items()}
@@ -226,7 +226,7 @@ def test_without_an_adapter_masks_are_refused_and_decoding_goes_on(model):
 
 
 def test_an_adapter_of_another_model_changes_nothing(model):
-    """Refused when it is set: the next step goes on with the last one."""
+    """Refused before it is set: the next step goes on with the last one."""
     engine = Engine(model, PLAIN, SIZE, adapter=good_adapter(model))
     wide = Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"hidden_size": 64}))
     long = Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"num_hidden_layers": 3}))
@@ -238,7 +238,7 @@ def test_an_adapter_of_another_model_changes_nothing(model):
         (random_adapter(model, depths=63), "no room for the 63 depths"),
     ):
         with pytest.raises(ModelError, match=message):
-            engine.set_adapter(other, "other")
+            engine.fitting(other)
     assert engine.adapter_name == "adapter-1"
     requests = items([VerifiedMode()], Sampling())
     want = [reference.generate(model, PLAIN, i, adapter=good_adapter(model)) for i in requests]

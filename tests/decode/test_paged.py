@@ -167,7 +167,7 @@ def test_an_adapters_masks_are_the_same_with_both(wide_model):
         adapter = random_adapter(wide_model)
         engine = Engine(wide_model, PLAIN, config, adapter=adapter)
         done[backend] = generate_all(engine, requests)
-        engine.set_adapter(good_adapter(wide_model))
+        engine.set_adapter(engine.fitting(good_adapter(wide_model)))
         done[backend] += generate_all(engine, requests)
     assert done["triton"] == done["dense"]
 

@@ -240,7 +240,7 @@ def test_adapters_are_swapped_with_a_tree_under_way(unsure, groups):
     for adapter in (good_adapter(unsure, depths=2), random_adapter(unsure, depths=8), None):
         for _ in range(3):
             done |= {e.request_id: e.completion for e in engine.step() if e.completion}
-        engine.set_adapter(adapter)
+        engine.set_adapter(adapter and engine.fitting(adapter))
         depth = adapter.card.depths if adapter else 0
         for sequence in engine._scheduler.all():
             assert len(sequence.drafts) <= depth

@@ -18,7 +18,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from mars_ray import importing
-from mars_ray.decode import model_runner
+from mars_ray.decode.attention.dense import DenseBackend
+from mars_ray.decode.cpu.backend import CompiledBackend
 from mars_ray.errors import ModelError
 from mars_ray.importing import import_model
 from mars_ray.model.directory import PLAIN, ModelCard, read_card, write_card
@@ -223,8 +224,13 @@ def test_a_model_that_computes_something_else_is_refused(who, tmp_path, monkeypa
 
         monkeypatch.setattr(importing, "write_model", faulty)
     else:
-        whole = model_runner._tokens
-        monkeypatch.setattr(model_runner, "_tokens", lambda item: whole(item)[::-1])
+        for backend in (CompiledBackend, DenseBackend):
+            forward = backend.forward
+
+            def mixed(own, tables, ids, position, forward=forward):
+                return forward(own, tables, ids[::-1].copy(), position)
+
+            monkeypatch.setattr(backend, "forward", mixed)
     with pytest.raises(ModelError, match=f"computes something else by {who}"):
         import_model(str(source))
 

@@ -118,13 +118,13 @@ def test_counts_by_request_and_depth():
     counts = MarsCounts()
     counts.add("ABC", LAYOUT, [[7, 9], [5], [6]])
     counts.ended(["A", "nobody"])
-    ended = counts.of("A")
-    assert ended is not None
-    assert (ended.drafted, ended.accepted, ended.tokens) == ([1, 1], [1, 0], 2)
+    requests = counts.to_json()["requests"]
+    ended = requests["A"]
+    assert (ended["drafted"], ended["accepted"], ended["tokens"]) == ([1, 1], [1, 0], 2)
     assert counts.total.forwards == 3
     assert counts.total.forwards_with_drafts == 1
     assert counts.total.forwards_with_masks == 2
-    assert counts.to_json()["requests"]["C"]["tokens"] == 1
+    assert requests["C"]["tokens"] == 1
 
 
 def test_an_empty_batch_has_no_rows():

@@ -153,7 +153,7 @@ def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(create, "save_model", full)
+    monkeypatch.setattr(create, "write_model", full)
     with pytest.raises(ModelError, match=r"No space left.*run again"):
         create_model(PresetModel(preset="tiny"), lambda: TEXTS, tmp_path / "m", 0)
 

@@ -51,8 +51,8 @@ def test_what_is_exported_can_be_loaded(made, tmp_path, prefix):
     names = names_of(arrived)
     assert names == names_of(made) - NOT_TO_TRAVEL
     assert "additional_chat_templates/tool_use.jinja" in names
-    assert written.files == len(names)
-    assert written.bytes == sum((arrived / name).stat().st_size for name in names)
+    assert written["files"] == len(names)
+    assert written["bytes"] == sum((arrived / name).stat().st_size for name in names)
 
 
 def test_a_place_is_shown_as_it_is_but_for_its_secrets():
@@ -132,7 +132,7 @@ def test_an_export_that_was_cut_short_is_made_again(made, tmp_path, monkeypatch,
         written = export_model(Place(str(made)), places[store], cache="")
     names = names_of(tmp_path / "mars")
     assert names == names_of(made) - NOT_TO_TRAVEL
-    assert written.files == len(names)
+    assert written["files"] == len(names)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "mars.json", "config.json"])

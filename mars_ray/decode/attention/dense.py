@@ -26,10 +26,10 @@ from mars_ray.decode.logits import Block, best, sample, upload
 _NARROW = 32
 
 
-class TorchBackend:
-    """What the backends over torch's products share: the results of the last forward."""
+class DenseBackend:
+    """Pads each group of sequences to a rectangle, with a bias for which row sees which place."""
 
-    name: str  # as in `attention_backend`
+    name = "dense"  # as in `attention_backend`
     instructions: str | None = None  # the instruction set of a compiled step
 
     def __init__(self, runner: FusedModel, cache: PagedCache) -> None:
@@ -78,12 +78,6 @@ class TorchBackend:
         sample(logits_PV, blocks, position_P)
         return best(logits_PV, draft_P, parent_P)
 
-
-class DenseBackend(TorchBackend):
-    """Pads each group of sequences to a rectangle, with a bias for which row sees which place."""
-
-    name = "dense"
-
     def warm_up(self) -> None:
         """Do nothing: the first step is not slow here."""
 
@@ -125,7 +119,7 @@ class DenseAttention:
     groups: list[Group]
     back_N: Tensor | None
 
-    def attend(self, layer: int, qkv_NTD: Tensor, turn: Turn, scale: float) -> Tensor:
+    def __call__(self, layer: int, qkv_NTD: Tensor, turn: Turn, scale: float) -> Tensor:
         """Rotate queries and keys, store keys and values, and attend: (N, query heads * D)."""
         pages, cache = self.cache.pages[layer], self.cache.layers[layer]
         _, _, heads, size = cache.shape

@@ -12,7 +12,6 @@ in what attention gives), D head size, Z hidden size.
 
 import os
 import time
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mars_ray.decode.adapter import FusedAdapter, Gated
-from mars_ray.decode.attention.dense import DenseBackend, TorchBackend
+from mars_ray.decode.attention.dense import DenseBackend
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.fused_model import FusedModel, Turn
 from mars_ray.decode.kv_cache import PagedCache
@@ -154,9 +153,9 @@ _LARGE = 8192  # size of a program's result above which it gets more warps
 _MOST_ROWS = 1024
 
 
-class PagedBackend(TorchBackend):
-    """Runs forwards as CUDA graphs. Not thread-safe. A graph needs the memory of a forward of its
-    number of rows; all graphs share the memory of the largest."""
+class PagedBackend(DenseBackend):
+    """Runs forwards as CUDA graphs, as far as they are not too large. Not thread-safe. A graph
+    needs the memory of a forward of its number of rows; all graphs share that of the largest."""
 
     name = "triton"
 
@@ -174,8 +173,7 @@ class PagedBackend(TorchBackend):
         from mars_ray.decode.attention import kernels
 
         super().__init__(runner, cache)
-        self._kernels = kernels
-        self._dense = DenseBackend(runner, cache)
+        self._kernels: Any = kernels
         self._sequences = sequences
         self._tile_rows = _block_rows(cache) // cache.shared_heads
         self._rows = padded_row_counts(min(_MOST_ROWS, rows))
@@ -209,8 +207,7 @@ class PagedBackend(TorchBackend):
         """Run the rows through the model."""
         rows = len(ids_N)
         if rows > self._rows[-1]:
-            self._dense.forward(tables, ids_N, position_N)
-            self._hidden_NZ = self._dense.hidden(range(rows))
+            super().forward(tables, ids_N, position_N)
             return
         padded = next(count for count in self._rows if count >= rows)
         self._inputs.fill(tables, ids_N, position_N, padded, self.cache.page_size, self._tile_rows)
@@ -246,19 +243,71 @@ class PagedBackend(TorchBackend):
 
     def _forward(self, rows: int, has_masks: bool) -> Tensor:
         inputs = self._inputs
-        attention = _PagedAttention(
-            self._kernels,
-            self.cache,
-            inputs,
-            rows,
-            tiles=min(rows, self._sequences + rows // self._tile_rows + 1),
-            full_tiles=-(-rows // self._tile_rows),
-            block_rows=_block_rows(self.cache),
-            processors=self._processors,
-        )
         ids_N, position_N = inputs.ids_N[:rows], inputs.position_N[:rows]
         masks = Gated(inputs.is_mask_N[:rows, None] > 0) if has_masks else None
-        return self.runner.hidden_states(ids_N, position_N, attention, masks)
+        return self.runner.hidden_states(ids_N, position_N, self._attend, masks)
+
+    def _attend(self, layer: int, qkv_NTD: Tensor, turn: Turn, scale: float) -> Tensor:
+        """Rotate queries and keys, store keys and values, and attend: (N, query heads * D). Only
+        the number of rows is fixed, whatever the inputs say about them."""
+        inputs, cache = self._inputs, self.cache.layers[layer]
+        key_heads, size = cache.shape[2:]
+        rows, heads, _ = qkv_NTD.shape
+        query_heads = heads - 2 * key_heads
+        cos_N1D, sin_N1D = turn
+        self._kernels.turn_and_store[rows, heads](
+            qkv_NTD,
+            cos_N1D,
+            sin_N1D,
+            cache,
+            inputs.place_N,
+            cos_N1D.stride(0),
+            QUERY_HEADS=query_heads,
+            KEY_HEADS=key_heads,
+            SIZE=size,
+        )
+        # At most so many; tiles without rows end at once. All are full when one sequence has many
+        # rows.
+        tiles = min(rows, self._sequences + rows // self._tile_rows + 1)
+        full_tiles = -(-rows // self._tile_rows)
+        shares = _shares(full_tiles * key_heads, self._processors)
+        out_NTD = qkv_NTD.new_empty(rows, query_heads, size)
+        part_SNTD = log_sum_SNT = out_NTD
+        if shares > 1:
+            part_SNTD = qkv_NTD.new_empty((shares, rows, query_heads, size), dtype=torch.float32)
+            log_sum_SNT = part_SNTD.new_empty(shares, rows, query_heads)
+        block_rows = _block_rows(self.cache)
+        self._kernels.attend_tile[tiles, key_heads, shares](
+            qkv_NTD,
+            cache,
+            part_SNTD,
+            log_sum_SNT,
+            inputs.tile_A3,
+            inputs.order_N,
+            inputs.own_N,
+            inputs.clean_N,
+            inputs.begin_N,
+            inputs.bits_N,
+            inputs.page_SM,
+            qkv_NTD.stride(0),
+            inputs.page_SM.stride(0),
+            rows,
+            scale,
+            KEY_HEADS=key_heads,
+            SHARED=query_heads // key_heads,
+            SIZE=size,
+            PAGE=self.cache.page_size,
+            SHARES=shares,
+            BLOCK_M=block_rows,
+            BLOCK_C=_BLOCK_C,
+            num_warps=8 if block_rows * size > _LARGE else 4,
+        )
+        if shares > 1:
+            lines = rows * query_heads
+            self._kernels.join_shares[lines,](
+                part_SNTD, log_sum_SNT, out_NTD, lines, SHARES=shares, SIZE=size
+            )
+        return out_NTD.view(rows, query_heads * size)
 
 
 def missing(cache: PagedCache) -> str | None:
@@ -280,76 +329,6 @@ def padded_row_counts(most: int) -> list[int]:
         step = max(4, 1 << (counts[-1].bit_length() - 3))
         counts.append(counts[-1] + step)
     return counts
-
-
-@dataclass(frozen=True, slots=True)
-class _PagedAttention:
-    """Attention of a fixed number of rows, whatever the inputs say about them."""
-
-    kernels: Any
-    cache: PagedCache
-    inputs: Inputs
-    rows: int
-    tiles: int  # at most; tiles without rows end at once
-    full_tiles: int  # number if all are full, as when one sequence has many rows
-    block_rows: int
-    processors: int
-
-    def attend(self, layer: int, qkv_NTD: Tensor, turn: Turn, scale: float) -> Tensor:
-        """Rotate queries and keys, store keys and values, and attend: (N, query heads * D)."""
-        inputs, cache = self.inputs, self.cache.layers[layer]
-        key_heads, size = cache.shape[2:]
-        rows, heads, _ = qkv_NTD.shape
-        query_heads = heads - 2 * key_heads
-        cos_N1D, sin_N1D = turn
-        self.kernels.turn_and_store[rows, heads](
-            qkv_NTD,
-            cos_N1D,
-            sin_N1D,
-            cache,
-            inputs.place_N,
-            cos_N1D.stride(0),
-            QUERY_HEADS=query_heads,
-            KEY_HEADS=key_heads,
-            SIZE=size,
-        )
-        shares = _shares(self.full_tiles * key_heads, self.processors)
-        out_NTD = qkv_NTD.new_empty(rows, query_heads, size)
-        part_SNTD = log_sum_SNT = out_NTD
-        if shares > 1:
-            part_SNTD = qkv_NTD.new_empty((shares, rows, query_heads, size), dtype=torch.float32)
-            log_sum_SNT = part_SNTD.new_empty(shares, rows, query_heads)
-        self.kernels.attend_tile[self.tiles, key_heads, shares](
-            qkv_NTD,
-            cache,
-            part_SNTD,
-            log_sum_SNT,
-            inputs.tile_A3,
-            inputs.order_N,
-            inputs.own_N,
-            inputs.clean_N,
-            inputs.begin_N,
-            inputs.bits_N,
-            inputs.page_SM,
-            qkv_NTD.stride(0),
-            inputs.page_SM.stride(0),
-            rows,
-            scale,
-            KEY_HEADS=key_heads,
-            SHARED=query_heads // key_heads,
-            SIZE=size,
-            PAGE=self.cache.page_size,
-            SHARES=shares,
-            BLOCK_M=self.block_rows,
-            BLOCK_C=_BLOCK_C,
-            num_warps=8 if self.block_rows * size > _LARGE else 4,
-        )
-        if shares > 1:
-            lines = rows * query_heads
-            self.kernels.join_shares[lines,](
-                part_SNTD, log_sum_SNT, out_NTD, lines, SHARES=shares, SIZE=size
-            )
-        return out_NTD.view(rows, query_heads * size)
 
 
 def _block_rows(cache: PagedCache) -> int:

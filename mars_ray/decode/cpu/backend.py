@@ -208,12 +208,11 @@ class CompiledBackend:
                 out_HK.data_ptr(),
                 *reversed(depth_DK.shape),
             )
-        for index, lora in enumerate(adapter.layers or ()):
-            sites = ((_QKV, lora.qkv), (_OUT, lora.attention_out), (_DOWN, lora.down))
-            for which, product in sites:
-                if product:
+        for index, lora in enumerate(adapter.layers):
+            for which, site in ((_QKV, "qkv"), (_OUT, "attention_out"), (_DOWN, "down")):
+                if product := lora.get(site):
                     self._set_lora(index, which, product.down_IK, product.up_KO)
-            if both := lora.gate_up:
+            if both := lora.get("gate_up"):
                 gate_KO, up_KO = both.up_KO.chunk(2, dim=1)
                 self._set_lora(index, _GATE, both.down_IK, gate_KO)
                 self._set_lora(index, _UP, None, up_KO)
@@ -286,7 +285,7 @@ class CompiledBackend:
         draft_P: np.ndarray,
         parent_P: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
-        """As `TorchBackend.choose`."""
+        """As `DenseBackend.choose`."""
         logits_PV = logits_PV.contiguous()
         how_P = np.zeros(len(logits_PV), _HOW)  # greedy
         how_P["position"] = position_P

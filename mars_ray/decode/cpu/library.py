@@ -105,7 +105,10 @@ def _in_cache(name: str) -> Path:
     directory = Path(base) / "mars-ray"
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _check_own(directory)
+        # What is loaded runs with our rights.
+        found = directory.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"others can write to {directory}")
         with FileLock(directory / f"{file}.lock"):
             if not (directory / file).exists():
                 build(name, directory / file)
@@ -115,13 +118,6 @@ def _in_cache(name: str) -> Path:
         logger.info("the compiled step is not kept: %s", error)
         build(name, directory / file)
     return directory / file
-
-
-def _check_own(directory: Path) -> None:
-    """Raise OSError if others can write to the directory: what is loaded runs with our rights."""
-    found = directory.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"others can write to {directory}")
 
 
 def default_threads() -> int:
