@@ -17,7 +17,7 @@ service model's.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import median
 from typing import Any, TypeVar
@@ -362,8 +362,15 @@ def observe_traffic(traffic: Traffic, sample: Sample, model: ServiceModel, dt: f
     answers, answer_weight = _counted(
         traffic.answers, arrived if sample.answers_per_s is None else sample.answers_per_s, dt
     )
+    old, new = dict(traffic.class_shares), sample.class_shares
+    shares = {
+        name: _towards(old.get(name, 0.0), new.get(name, 0.0), weight)
+        for name in sorted({*old, *new})
+    }
     slowness = _slowness(sample, traffic, model)
-    positions = _positions(sample.loads)
+    decoding = [load for load in sample.loads if load.running and load.positions]
+    rows = sum(load.running * (load.positions or 0.0) for load in decoding)
+    positions = rows / sum(load.running for load in decoding) if decoding else 0.0
     drafted = positions >= _DRAFTING and bool(sample.tokens_per_forward)
     return replace(
         traffic,
@@ -372,7 +379,8 @@ def observe_traffic(traffic: Traffic, sample: Sample, model: ServiceModel, dt: f
         answers=answers,
         prompt_tokens=_towards(traffic.prompt_tokens, sample.prompt_tokens, prompt_weight),
         output_tokens=_towards(traffic.output_tokens, sample.output_tokens, answer_weight),
-        class_shares=_class_shares(traffic, sample, weight),
+        # A new share moves by a ten-thousandth in a tick of a busy fleet.
+        class_shares=tuple((name, s) for name, s in shares.items() if s > _LEAST_SHARE),
         slowness=_towards(traffic.slowness, slowness, _news(traffic.stepped_s, dt)),
         stepped_s=_longer(traffic.stepped_s, dt) if slowness is not None else traffic.stepped_s,
         gains=_gains(traffic, sample, model, positions, dt) if drafted else traffic.gains,
@@ -401,14 +409,6 @@ def _news(measured_s: float, dt: float) -> float:
 
 def _longer(measured_s: float, dt: float) -> float:
     return min(_FORGET_S, measured_s + dt)
-
-
-def _class_shares(traffic: Traffic, sample: Sample, weight: float) -> tuple[tuple[str, float], ...]:
-    old, new = dict(traffic.class_shares), sample.class_shares
-    names = sorted({*old, *new})
-    mixed = ((name, _towards(old.get(name, 0.0), new.get(name, 0.0), weight)) for name in names)
-    # A new share moves by a ten-thousandth in a tick of a busy fleet.
-    return tuple((name, share) for name, share in mixed if share > _LEAST_SHARE)
 
 
 def _slowness(sample: Sample, traffic: Traffic, model: ServiceModel) -> float | None:
@@ -444,13 +444,6 @@ def _gains(
             gain = min(_MOST_GAIN, max(_LEAST_GAIN, (live - 1) / said)) if said > 0.01 else 1.0
             gains[level.threshold] = _towards(old.get(level.threshold, 1.0), gain, weight)
     return tuple(sorted(gains.items()))
-
-
-def _positions(loads: Sequence[ReplicaLoad]) -> float:
-    """Mean rows of a decoding sequence, over all replicas."""
-    known = [load for load in loads if load.running and load.positions]
-    rows = sum(load.running * (load.positions or 0.0) for load in known)
-    return rows / sum(load.running for load in known) if known else 0.0
 
 
 def _digits(value: float) -> float:
