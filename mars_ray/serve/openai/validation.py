@@ -5,13 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mars_ray.config.decode import Sampling
-from mars_ray.config.modes import (
-    ConfidenceMode,
-    ExactMode,
-    JacobiMode,
-    Mode,
-    VerifiedMode,
-)
+from mars_ray.config.modes import ConfidenceMode, ExactMode, JacobiMode, Mode, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.core.thresholds import Budget, Elastic, Quality
 from mars_ray.serve.openai.request_models import (

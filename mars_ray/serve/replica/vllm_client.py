@@ -74,7 +74,7 @@ class VllmAnswer:
     deliver: Deliver
     core_id: str  # its name in vLLM's engine
     threshold: float | None  # the lowest in force so far, in modes that have one
-    in_force: float | None = field(init=False)  # the threshold of the next step
+    in_force: float | None  # the threshold of the next step
     submitted_s: float = field(default_factory=time.monotonic)
     queue_s: float | None = None
     cached_tokens: int | None = None  # of the prompt; None until it has been computed
@@ -84,9 +84,6 @@ class VllmAnswer:
     adapters: list[str] = field(default_factory=list)  # whose drafts were verified, in order
     drafted_by: str | None = None  # the adapter that made drafts for the next step
     is_over: bool = False
-
-    def __post_init__(self) -> None:
-        self.in_force = self.threshold
 
     def follow(self, set_point: float) -> None:
         """Sets the threshold from the next step on, if the request tolerates a change."""
@@ -466,7 +463,7 @@ class VllmClient(EngineThread):
         threshold = request.mode.own_threshold
         if threshold is not None and request.quality is not None:
             threshold = 1.0 if isinstance(request.quality, Elastic) else None
-        answer = VllmAnswer(request, deliver, made.request_id, threshold)
+        answer = VllmAnswer(request, deliver, made.request_id, threshold, threshold)
         answer.follow(self._set_point)
         if not self._answers:
             self.last_step_s = time.monotonic()
