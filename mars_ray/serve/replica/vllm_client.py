@@ -35,6 +35,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from mars_ray.config.modes import Mode
 from mars_ray.config.vllm import VllmConfig
+from mars_ray.core.step_cost import StepCost
 from mars_ray.core.thresholds import Elastic
 from mars_ray.decode.engine_thread import Close, Deliver, EngineThread, failed
 from mars_ray.decode.info import EngineInfo
@@ -54,13 +55,11 @@ from mars_ray.model.directory import ModelCard, read_card
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
 from mars_ray.model.load import load_tokenizer, stop_ids_of
 from mars_ray.serve.replica.vllm_terms import (
-    StepSeen,
     VllmCounts,
     adapters_change,
     engine_args,
     loads,
     sampling_params,
-    step_cost,
 )
 
 _REASONS: dict[FinishReason, Reason] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -211,7 +210,8 @@ class VllmClient(EngineThread):
         self.adapter_name = mars.adapter
         self._ready: tuple[str, int] | None = None  # name and depths of the adapter made ready
         self._counts = VllmCounts(config.max_step_tokens)
-        self._seen: list[StepSeen] | None = None  # the steps of `warm_up`
+        # Of the steps of `warm_up` the least seconds, by their rows.
+        self._least_s: dict[int, float] | None = None
         self._answers: dict[str, VllmAnswer] = {}
         self._by_core_id: dict[str, VllmAnswer] = {}
         self._set_point = 1.0
@@ -240,14 +240,14 @@ class VllmClient(EngineThread):
 
     async def warm_up(self) -> None:
         """Measure what steps cost; call it before the first request. Counts begin anew after it."""
-        self._seen = []
+        self._least_s = {}
         for requests in loads(self.facts, self._config.max_step_tokens):
             async for _ in self.stream(*requests):
                 pass
-        cost = step_cost(self._seen)
+        cost = StepCost(self._least_s)
 
         async def forget() -> None:
-            self._seen = None
+            self._least_s = None
             self._counts = VllmCounts(self._config.max_step_tokens, cost)
 
         await self._call(forget)
@@ -404,8 +404,9 @@ class VllmClient(EngineThread):
         """Counts a step, and delivers its events."""
         self.last_step_s = time.monotonic()
         seen = self._counts.step(outputs)
-        if seen and self._seen is not None:
-            self._seen.append(seen)
+        if seen and self._least_s is not None:
+            rows, seconds = seen
+            self._least_s[rows] = min(seconds, self._least_s.get(rows, seconds))
         for output in outputs.outputs:
             answer = self._by_core_id.get(output.request_id)
             if answer is not None:
