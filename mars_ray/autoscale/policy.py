@@ -250,13 +250,16 @@ def decide(
             why = f"metrics are {sample.age_s:.0f} s old (limit {config.stale_after_s:g})"
         reason = f"Holding {_replicas(held)}: {why}."
         return Decision(held, None, state.quality.shed, reason, state)
-    offered = sample.arrivals_per_s + (sample.refused_per_s or 0.0)
+    offered = sample.arrivals_per_s + sample.refused_per_s
     state = replace(state, traffic=observe_traffic(state.traffic, sample, model, dt))
     rungs = ladder(model, config, state.traffic)
     state = _remembered(sample, offered, state, config, rungs[0], dt)
+    # Replicas without a report are assumed to be like the rest.
+    decoding = sum(load.running for load in sample.loads)
+    decoding *= max(1.0, sample.running / max(1, len(sample.loads)))
     pressure = Pressure(
         rate=state.demand.fast_per_s,
-        in_system=_in_system(sample),
+        in_system=decoding + sample.waiting,
         running=sample.running,
         deadline_s=max(config.slo.ttft_s, dt),
     )
@@ -290,17 +293,8 @@ def _remembered(
     full = demand.open_s == 0 and state.demand.open_s + dt > 0
     if full:
         feedback = learn(feedback, demand.windows[-1], attainment)
-    floor = watch_floor(state.floor, demand, full, dt, sample.wall_s or 0.0, attainment)
+    floor = watch_floor(state.floor, demand, full, dt, sample.wall_s, attainment)
     return replace(state, demand=demand, feedback=feedback, floor=floor)
-
-
-def _in_system(sample: Sample) -> float:
-    """Requests decoding or waiting; replicas without a report are assumed to be like the rest."""
-    decoding = sum(load.running for load in sample.loads)
-    if sample.loads:
-        decoding *= max(1.0, sample.running / len(sample.loads))
-    waiting = sample.waiting
-    return decoding + (sum(load.waiting for load in sample.loads) if waiting is None else waiting)
 
 
 def _need(
@@ -311,7 +305,6 @@ def _need(
     in_system: float,
     cold_s: float,
 ) -> Need:
-    wall_s = sample.wall_s or 0.0
     present = present_demand(state.demand, best.requests_per_s)
     waiting = max(0.0, in_system - sample.running * best.sequences)
     backlog = 0.0
@@ -323,7 +316,9 @@ def _need(
         piled_up = coming - sample.running * cold_s - starting_s
         backlog = min(coming, max(0.0, piled_up)) / cold_s
     return Need(
-        floor=floor_replicas(state.floor, state.demand, cold_s, wall_s, config.slo.attainment),
+        floor=floor_replicas(
+            state.floor, state.demand, cold_s, sample.wall_s, config.slo.attainment
+        ),
         present=present,
         backlog=backlog,
         utilisation=state.feedback.utilisation,

@@ -155,7 +155,6 @@ class ReplicaLoad:
     """The load of a replica that has reported, over its newest steps."""
 
     running: int = 0  # sequences in the batch
-    waiting: int = 0
     # Means over its newest steps: seconds, and rows of decoding sequences.
     step_s: float | None = None
     decode_rows: float | None = None
@@ -175,20 +174,20 @@ class Sample:
     target: int  # replicas that were last asked for
     starting_ages_s: tuple[float, ...] = ()  # of each starting replica
     arrivals_per_s: float | None = None
-    refused_per_s: float | None = None
+    refused_per_s: float = 0.0
     prompt_tokens: float | None = None  # mean of a request, without prefix cache hits
     output_tokens: float | None = None  # mean of a request
     # Requests per second behind these means; None: all that arrived.
     prompts_per_s: float | None = None
     answers_per_s: float | None = None
-    waiting: int | None = None  # requests without a token yet and in no batch
+    waiting: int = 0  # requests without a token yet and in no batch
     loads: tuple[ReplicaLoad, ...] = ()
     # By quality class, per second: requests whose first token has come, and those that were found
     # slow or late (`ReplicaCounts`).
     started: Mapping[str, float] = field(default_factory=dict)
     slow: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, float] = field(default_factory=dict)
-    wall_s: float | None = None  # wall clock, by which hours of the day and week are told
+    wall_s: float = 0.0  # wall clock, by which hours of the day and week are told
     # T/F that each threshold would have given on the same steps (decode/stats.py).
     tokens_per_forward: Mapping[float, float] = field(default_factory=dict)
     # Share of the requests by quality class, and of those that pin their own mode or threshold
@@ -244,7 +243,7 @@ class Collector:
             target=target,
             starting_ages_s=tuple(now - ordered for ordered in self._ordered_s),
             **(_flows(grown) if grown else {}),
-            waiting=int(sum(report.counts.waiting for report in newest)) if newest else None,
+            waiting=int(sum(report.counts.waiting for report in newest)),
             loads=tuple(_load(seen[-1].counts, seen[0].counts) for seen in self._seen.values()),
             cold_start_s=self._cold_start_s,
             wall_s=wall_s,
@@ -311,7 +310,6 @@ def _load(now: ReplicaCounts, before: ReplicaCounts) -> ReplicaLoad:
     prompt_steps = grown.prompt_steps
     return ReplicaLoad(
         running=int(now.running),
-        waiting=int(now.waiting),
         step_s=_ratio(grown.step_s, grown.steps),
         decode_rows=_ratio(grown.decode_rows, grown.steps),
         prompt_rows=_ratio(grown.prompt_rows, prompt_steps),
