@@ -38,8 +38,19 @@ THINK, THINK_END = "<think>", "</think>"
 # thoughts: the answer begins with them. marked: only if it begins with the mark.
 Start = Literal["thoughts", "marked", "answer"]
 
+# A partial match is looked for in so many of the last characters: the time grows with their square.
+_TAIL_CHARS = 4096
 # A run of white space is scanned once, not from each position.
 _END = regex.compile(rf"(?<!\s)\s*+{THINK_END}")
+
+
+def _search(pattern: regex.Pattern[str], text: str, start: int = 0) -> regex.Match[str]:
+    """The first match from there on, or else the partial one at the end, which may be empty."""
+    match = pattern.search(text, start)
+    if match is None:
+        match = pattern.search(text, max(start, len(text) - _TAIL_CHARS), partial=True)
+    assert match, "nothing at all is the beginning of a match"
+    return match
 
 
 def start_of(prompt_end: str, parser: ReasoningParser) -> Start:
@@ -92,8 +103,7 @@ class ReasoningReader:
             self._part = "thoughts" if self._held else "lead"
         if self._part == "thoughts":
             # Up to their end, or to where it may begin.
-            match = _END.search(self._held, partial=True)
-            assert match, "at the end nothing at all is a part of it"
+            match = _search(_END, self._held)
             thoughts, self._held = self._held[: match.start()], self._held[match.start() :]
             if not match.partial:
                 self._held = self._held.removeprefix(match[0])
@@ -308,8 +318,7 @@ class ToolCallReader:
             self._is_in_list = False  # what else stands in the list is text
         start = 0
         while True:
-            match = self._form.opening.search(self._held, start, partial=True)
-            assert match, "at the end nothing at all is a part of it"
+            match = _search(self._form.opening, self._held, start)
             if match.partial or match["name"] in self._names:
                 return match
             start = match.end()
