@@ -36,10 +36,7 @@ _GAUGES = (
         "mars_autoscaling_utilisation",
         "Share of a replica's modelled capacity at which requests are in time, as learnt.",
     ),
-    (
-        "mars_autoscaling_floor_replicas",
-        "Replicas kept for what this service is known to get.",
-    ),
+    ("mars_autoscaling_floor_replicas", "Replicas kept for what this service is known to get."),
     (
         "mars_autoscaling_error_budget_spent",
         "Late requests of the last hour over those that the objective allows.",

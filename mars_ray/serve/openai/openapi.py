@@ -85,11 +85,7 @@ _ROUTES = (
     _Route("/version", "The version of the service.", VersionReply, errors=(401, 503)),
     _Route("/v1/models", "The models served.", ModelsReply, errors=(401, 503)),
     _Route(
-        "/v1/models/{model}",
-        "One of them.",
-        ModelEntry,
-        errors=(401, 404, 503),
-        asks_model=True,
+        "/v1/models/{model}", "One of them.", ModelEntry, errors=(401, 404, 503), asks_model=True
     ),
     _Route("/v1/mars/status", "What they are doing.", MarsStatusReply, errors=(401, 503)),
     _Route(

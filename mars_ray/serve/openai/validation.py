@@ -37,13 +37,7 @@ _MODES: dict[str, Mode] = {
 # OpenAI's default for completions; a chat's answer may use all the room left.
 _COMPLETION_TOKENS = 16
 # Fields that have the same name in `Sampling` and in a request.
-_SAME_NAME = (
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+_SAME_NAME = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def to_request(

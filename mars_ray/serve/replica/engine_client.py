@@ -98,9 +98,7 @@ class EngineClient(Protocol):
         ...
 
 
-async def running_engine(
-    job: ServeJob,
-) -> tuple[EngineClient, PreTrainedTokenizerBase, str | None]:
+async def running_engine(job: ServeJob) -> tuple[EngineClient, PreTrainedTokenizerBase, str | None]:
     """The client of a job's one model, warmed up, its tokenizer, and what is wrong with the job's
     size of a step. The first lines of this process's log say what runs here.
 
