@@ -19,7 +19,7 @@ from typing import Any
 from ray.serve.metrics import Counter, Gauge, Histogram
 
 from mars_ray.serve.ingress.metrics import SERVE_METRICS, UsageMetrics
-from mars_ray.serve.replica.metrics import AnswerMetrics, EngineMetrics
+from mars_ray.serve.replica.metrics import ReplicaMetrics
 
 TARGET = Path(__file__).parents[1] / "deploy" / "monitoring" / "dashboard.json"
 _SUFFIXES = {Counter: ("_total",), Gauge: ("",), Histogram: ("_bucket", "_sum", "_count")}
@@ -47,10 +47,8 @@ def exported() -> frozenset[str]:
     """The names of all metrics that replicas and ingresses declare, as on the Prometheus
     endpoint."""
     declared = [
-        metric
-        for metrics in (AnswerMetrics(""), EngineMetrics(""), UsageMetrics())
-        for metric in vars(metrics).values()
-        if isinstance(metric, Counter | Gauge | Histogram)
+        *ReplicaMetrics("").by_name.values(),
+        *vars(UsageMetrics()).values(),
     ]
     return frozenset(
         f"ray_{metric.info['name']}{suffix}"

@@ -1,4 +1,4 @@
-"""The policy: how many replicas, at which threshold, and why.
+"""The policy: how many replicas, at which threshold, and why (docs/reference/autoscaling.md).
 
 One pure function serves the cluster, the simulator and the tests. Two loops read one sample. The
 slow loop orders replicas at the set-point quality. The fast loop (`threshold.py`) lowers the
@@ -11,16 +11,11 @@ The slow loop asks for
 
     N = max(floor, present + backlog) / utilisation
 
-floor        for what is known and not known of this service (`Floor`)
 present      what arrives now (`threshold.py: Demand`)
 backlog      what has piled up by then, drained within a second cold start; replicas on their way
              are credited for the time that they will have served
 utilisation  share of the modelled capacity at which requests are in time (`Feedback`)
-
-More are asked for at once, fewer once fewer have been enough for two cold starts, and none when
-there has been no request for a while.
-
-The floor is the largest of
+floor        for what is known and not known of this service (`Floor`), the largest of
 
     quantile  the smallest number of replicas such that of the last hour's demand only a share of
               1 - attainment came in windows that needed more (weighted by demand, since the
@@ -28,9 +23,6 @@ The floor is the largest of
     unseen    what no window has shown yet:
               usual + e^(-age / 20 min) min(2.5 usual, 3.5 sqrt(usual))
     season    the quantile of this hour, a week or else a day ago
-
-A new service is therefore given room for three and a half times its demand, a large one for less,
-since what comes from many multiplies less, and an old one what its own record asks for.
 
 The utilisation is learnt, since a replica's modelled capacity is that of a steady batch. How much
 of it can be used with requests that come in bursts, of unequal length, unevenly routed, no model
@@ -258,13 +250,16 @@ def decide(
             why = f"metrics are {sample.age_s:.0f} s old (limit {config.stale_after_s:g})"
         reason = f"Holding {_replicas(held)}: {why}."
         return Decision(held, None, state.quality.shed, reason, state)
-    offered = sample.arrivals_per_s + (sample.refused_per_s or 0.0)
+    offered = sample.arrivals_per_s + sample.refused_per_s
     state = replace(state, traffic=observe_traffic(state.traffic, sample, model, dt))
     rungs = ladder(model, config, state.traffic)
     state = _remembered(sample, offered, state, config, rungs[0], dt)
+    # Replicas without a report are assumed to be like the rest.
+    decoding = sum(load.running for load in sample.loads)
+    decoding *= max(1.0, sample.running / max(1, len(sample.loads)))
     pressure = Pressure(
         rate=state.demand.fast_per_s,
-        in_system=_in_system(sample),
+        in_system=decoding + sample.waiting,
         running=sample.running,
         deadline_s=max(config.slo.ttft_s, dt),
     )
@@ -274,9 +269,8 @@ def decide(
     cold_s = min(_LONGEST_COLD_START_S, max([measured, 1.0, *ages]))
     needed = _need(sample, state, config, rungs[0], pressure.in_system, cold_s)
     busy = offered > 0 or pressure.in_system > 0
-    fleet = remember(fleet, needed.replicas, busy, dt, cold_s)
-    asked = ask(fleet, before, needed.replicas, busy, config)
-    fleet = replace(fleet, asked=asked, cold_start_s=sample.cold_start_s or fleet.cold_start_s)
+    fleet = replace(fleet, cold_start_s=sample.cold_start_s or fleet.cold_start_s)
+    asked, fleet = _ask(fleet, before, needed.replicas, busy, dt, cold_s, config)
     quality, allowed = _quality(sample, state, rungs, pressure, asked, config, dt)
     state = replace(state, fleet=fleet, quality=quality)
     reason = explain(needed, state, allowed, pressure, cold_s, config)
@@ -299,17 +293,8 @@ def _remembered(
     full = demand.open_s == 0 and state.demand.open_s + dt > 0
     if full:
         feedback = learn(feedback, demand.windows[-1], attainment)
-    floor = watch_floor(state.floor, demand, full, dt, sample.wall_s or 0.0, attainment)
+    floor = watch_floor(state.floor, demand, full, dt, sample.wall_s, attainment)
     return replace(state, demand=demand, feedback=feedback, floor=floor)
-
-
-def _in_system(sample: Sample) -> float:
-    """Requests decoding or waiting; replicas without a report are assumed to be like the rest."""
-    decoding = sum(load.running for load in sample.loads)
-    if sample.loads:
-        decoding *= max(1.0, sample.running / len(sample.loads))
-    waiting = sample.waiting
-    return decoding + (sum(load.waiting for load in sample.loads) if waiting is None else waiting)
 
 
 def _need(
@@ -320,7 +305,6 @@ def _need(
     in_system: float,
     cold_s: float,
 ) -> Need:
-    wall_s = sample.wall_s or 0.0
     present = present_demand(state.demand, best.requests_per_s)
     waiting = max(0.0, in_system - sample.running * best.sequences)
     backlog = 0.0
@@ -332,7 +316,9 @@ def _need(
         piled_up = coming - sample.running * cold_s - starting_s
         backlog = min(coming, max(0.0, piled_up)) / cold_s
     return Need(
-        floor=floor_replicas(state.floor, state.demand, cold_s, wall_s, config.slo.attainment),
+        floor=floor_replicas(
+            state.floor, state.demand, cold_s, sample.wall_s, config.slo.attainment
+        ),
         present=present,
         backlog=backlog,
         utilisation=state.feedback.utilisation,
@@ -445,25 +431,29 @@ def learn(feedback: Feedback, needed: float, attainment: float) -> Feedback:
     return replace(closed, utilisation=believed)
 
 
-def remember(fleet: Fleet, needed: int, busy: bool, dt: float, cold_s: float) -> Fleet:
-    """The fleet after `dt` seconds in which `needed` replicas were needed."""
+def _ask(
+    fleet: Fleet,
+    before: int,
+    needed: int,
+    busy: bool,
+    dt: float,
+    cold_s: float,
+    config: ScalingConfig,
+) -> tuple[int, Fleet]:
+    """Replicas to ask for after `dt` seconds in which `needed` were needed and `before` asked
+    for; and the fleet, which remembers it."""
     idle_s = 0.0 if busy else fleet.idle_s + dt
     enough = (*fleet.enough[:-1], max(fleet.enough[-1], needed))
     part_s = fleet.part_s + dt
-    if part_s < max(_LEAST_WINDOW_S, _COLD_STARTS * cold_s) / _PARTS:
-        return replace(fleet, idle_s=idle_s, enough=enough, part_s=part_s)
-    return replace(fleet, idle_s=idle_s, enough=(*enough[-_PARTS:], needed), part_s=0.0)
-
-
-def ask(fleet: Fleet, current: int, needed: int, busy: bool, config: ScalingConfig) -> int:
-    """Replicas to ask for, when `current` were asked for so far."""
-    idle = not busy and (not current or fleet.idle_s >= config.idle_to_zero_s)
-    if config.scale_to_zero and idle:
+    if part_s >= max(_LEAST_WINDOW_S, _COLD_STARTS * cold_s) / _PARTS:
+        enough, part_s = (*enough[-_PARTS:], needed), 0.0
+    if config.scale_to_zero and not busy and (not before or idle_s >= config.idle_to_zero_s):
         # Serve itself also goes to zero only from one.
-        return 1 if current > 1 else 0
-    known = len(fleet.enough) > _PARTS
-    fewer = min(current, max(fleet.enough)) if known else current
-    return min(config.max_replicas, max(config.min_replicas, 1, needed, fewer))
+        asked = 1 if before > 1 else 0
+    else:
+        fewer = min(before, max(enough)) if len(enough) > _PARTS else before
+        asked = min(config.max_replicas, max(config.min_replicas, 1, needed, fewer))
+    return asked, replace(fleet, asked=asked, idle_s=idle_s, enough=enough, part_s=part_s)
 
 
 def explain(

@@ -17,7 +17,7 @@ service model's.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import median
 from typing import Any, TypeVar
@@ -155,7 +155,6 @@ class ReplicaLoad:
     """The load of a replica that has reported, over its newest steps."""
 
     running: int = 0  # sequences in the batch
-    waiting: int = 0
     # Means over its newest steps: seconds, and rows of decoding sequences.
     step_s: float | None = None
     decode_rows: float | None = None
@@ -175,20 +174,20 @@ class Sample:
     target: int  # replicas that were last asked for
     starting_ages_s: tuple[float, ...] = ()  # of each starting replica
     arrivals_per_s: float | None = None
-    refused_per_s: float | None = None
+    refused_per_s: float = 0.0
     prompt_tokens: float | None = None  # mean of a request, without prefix cache hits
     output_tokens: float | None = None  # mean of a request
     # Requests per second behind these means; None: all that arrived.
     prompts_per_s: float | None = None
     answers_per_s: float | None = None
-    waiting: int | None = None  # requests without a token yet and in no batch
+    waiting: int = 0  # requests without a token yet and in no batch
     loads: tuple[ReplicaLoad, ...] = ()
     # By quality class, per second: requests whose first token has come, and those that were found
     # slow or late (`ReplicaCounts`).
     started: Mapping[str, float] = field(default_factory=dict)
     slow: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, float] = field(default_factory=dict)
-    wall_s: float | None = None  # wall clock, by which hours of the day and week are told
+    wall_s: float = 0.0  # wall clock, by which hours of the day and week are told
     # T/F that each threshold would have given on the same steps (decode/stats.py).
     tokens_per_forward: Mapping[float, float] = field(default_factory=dict)
     # Share of the requests by quality class, and of those that pin their own mode or threshold
@@ -244,7 +243,7 @@ class Collector:
             target=target,
             starting_ages_s=tuple(now - ordered for ordered in self._ordered_s),
             **(_flows(grown) if grown else {}),
-            waiting=int(sum(report.counts.waiting for report in newest)) if newest else None,
+            waiting=int(sum(report.counts.waiting for report in newest)),
             loads=tuple(_load(seen[-1].counts, seen[0].counts) for seen in self._seen.values()),
             cold_start_s=self._cold_start_s,
             wall_s=wall_s,
@@ -311,7 +310,6 @@ def _load(now: ReplicaCounts, before: ReplicaCounts) -> ReplicaLoad:
     prompt_steps = grown.prompt_steps
     return ReplicaLoad(
         running=int(now.running),
-        waiting=int(now.waiting),
         step_s=_ratio(grown.step_s, grown.steps),
         decode_rows=_ratio(grown.decode_rows, grown.steps),
         prompt_rows=_ratio(grown.prompt_rows, prompt_steps),
@@ -362,8 +360,15 @@ def observe_traffic(traffic: Traffic, sample: Sample, model: ServiceModel, dt: f
     answers, answer_weight = _counted(
         traffic.answers, arrived if sample.answers_per_s is None else sample.answers_per_s, dt
     )
+    old, new = dict(traffic.class_shares), sample.class_shares
+    shares = {
+        name: _towards(old.get(name, 0.0), new.get(name, 0.0), weight)
+        for name in sorted({*old, *new})
+    }
     slowness = _slowness(sample, traffic, model)
-    positions = _positions(sample.loads)
+    decoding = [load for load in sample.loads if load.running and load.positions]
+    rows = sum(load.running * (load.positions or 0.0) for load in decoding)
+    positions = rows / sum(load.running for load in decoding) if decoding else 0.0
     drafted = positions >= _DRAFTING and bool(sample.tokens_per_forward)
     return replace(
         traffic,
@@ -372,7 +377,8 @@ def observe_traffic(traffic: Traffic, sample: Sample, model: ServiceModel, dt: f
         answers=answers,
         prompt_tokens=_towards(traffic.prompt_tokens, sample.prompt_tokens, prompt_weight),
         output_tokens=_towards(traffic.output_tokens, sample.output_tokens, answer_weight),
-        class_shares=_class_shares(traffic, sample, weight),
+        # A new share moves by a ten-thousandth in a tick of a busy fleet.
+        class_shares=tuple((name, s) for name, s in shares.items() if s > _LEAST_SHARE),
         slowness=_towards(traffic.slowness, slowness, _news(traffic.stepped_s, dt)),
         stepped_s=_longer(traffic.stepped_s, dt) if slowness is not None else traffic.stepped_s,
         gains=_gains(traffic, sample, model, positions, dt) if drafted else traffic.gains,
@@ -401,14 +407,6 @@ def _news(measured_s: float, dt: float) -> float:
 
 def _longer(measured_s: float, dt: float) -> float:
     return min(_FORGET_S, measured_s + dt)
-
-
-def _class_shares(traffic: Traffic, sample: Sample, weight: float) -> tuple[tuple[str, float], ...]:
-    old, new = dict(traffic.class_shares), sample.class_shares
-    names = sorted({*old, *new})
-    mixed = ((name, _towards(old.get(name, 0.0), new.get(name, 0.0), weight)) for name in names)
-    # A new share moves by a ten-thousandth in a tick of a busy fleet.
-    return tuple((name, share) for name, share in mixed if share > _LEAST_SHARE)
 
 
 def _slowness(sample: Sample, traffic: Traffic, model: ServiceModel) -> float | None:
@@ -444,13 +442,6 @@ def _gains(
             gain = min(_MOST_GAIN, max(_LEAST_GAIN, (live - 1) / said)) if said > 0.01 else 1.0
             gains[level.threshold] = _towards(old.get(level.threshold, 1.0), gain, weight)
     return tuple(sorted(gains.items()))
-
-
-def _positions(loads: Sequence[ReplicaLoad]) -> float:
-    """Mean rows of a decoding sequence, over all replicas."""
-    known = [load for load in loads if load.running and load.positions]
-    rows = sum(load.running * (load.positions or 0.0) for load in known)
-    return rows / sum(load.running for load in known) if known else 0.0
 
 
 def _digits(value: float) -> float:

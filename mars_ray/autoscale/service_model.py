@@ -35,8 +35,8 @@ anything is measured, of a checkpoint's own files (`prior_model`).
 How many rows a full step should have (`step_rows`): an answer waits for every step that it shares
 with prompts, and while prompts wait every step is full. In a burst that lasts as long as an answer,
 its time per token is therefore the seconds of a full step, whatever the size of the fleet. Larger
-steps forward prompts faster, since a step's fixed
-part is shared by more rows, but beyond the rows that are free anyway only by little. So
+steps forward prompts faster, since a step's fixed part is shared by more rows, but beyond the rows
+that are free anyway only by little. So
 
     rows = the most whose step takes at most 85% of the time per token,
 
@@ -56,7 +56,9 @@ where there are so many sequences that replicas are short, few masks pay.
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -230,7 +232,7 @@ class ServiceModel:
 
     @property
     def decoding_rows(self) -> int:
-        """Rows of a step that decoding sequences may have; prompts keep the others."""
+        """Rows of a step that decoding sequences may have."""
         return self.step_rows - self.step_rows // PROMPTS_SHARE
 
     def level(self, threshold: float) -> Level:
@@ -452,25 +454,16 @@ def prior_model(
         lossless = verified_level(1.0, 0.0, [_RATE] * depth)
     levels: tuple[Level, ...] = (lossless,)
     if frontier and depth:
-        try:
+        with suppress(ConfigError):
             levels = levels_of(frontier, mode, depth)
-        except ConfigError:
-            levels = (lossless,)
     return ServiceModel(name, _STEPS, levels, max_batch, mode)
 
 
-def step_rows(model: ServiceModel, time_per_token_s: float, context_tokens: float = 0.0) -> int:
-    """Rows of a full step, for this time per token and a batch with `context_tokens` cached."""
-    context_s = model.cache_token_s * context_tokens
-    budget_s = max(_SHARE * time_per_token_s - context_s, _FREE * model.step_s(1))
-    low, high = least_rows(model), max(_MOST_STEP_ROWS, least_rows(model))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if model.step_s(middle) <= budget_s:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def step_rows(model: ServiceModel, time_per_token_s: float) -> int:
+    """Rows of a full step for this time per token."""
+    budget_s = max(_SHARE * time_per_token_s, _FREE * model.step_s(1))
+    least = least_rows(model)
+    return least + bisect_right(range(least + 1, _MOST_STEP_ROWS + 1), budget_s, key=model.step_s)
 
 
 def least_rows(model: ServiceModel) -> int:

@@ -109,10 +109,8 @@ class Autoscaler:
             except Exception:
                 logger.exception("the autoscaling policy of %s failed; it holds", self._name)
                 self._decision = None
-        if self._decision is None:
-            return context.target_num_replicas, {}
-        if not ticks and self._decision.replicas == 0:
-            # Serve itself may have woken a fleet of zero since.
+        # Serve itself may have woken a fleet of zero since.
+        if self._decision is None or (not ticks and self._decision.replicas == 0):
             return context.target_num_replicas, {}
         return self._decision.replicas, {}
 
@@ -140,11 +138,11 @@ class Autoscaler:
 
     def _publish(self, decision: Decision) -> None:
         """Sends the decision to the model's actor, without waiting for it to arrive."""
-        threshold = decision.threshold_setpoint
-        if threshold is None:
-            return
+        threshold, needed = decision.threshold_setpoint, decision.needed
+        if threshold is None or needed is None:
+            return  # it holds
         set_point = SetPoint(threshold, decision.shed, decision.rungs)
-        needed, feedback = decision.needed, decision.state.feedback
+        feedback = decision.state.feedback
         decided = Decided(
             at_s=time.time(),
             replicas=decision.replicas,
@@ -152,7 +150,7 @@ class Autoscaler:
             shed=decision.shed,
             reason=decision.reason,
             utilisation=feedback.utilisation,
-            floor_replicas=needed.floor / needed.utilisation if needed else 0.0,
+            floor_replicas=needed.floor / needed.utilisation,
             error_budget_spent=feedback.spent(self._config.slo.attainment),
         )
         self._control().publish.remote(set_point, decided)

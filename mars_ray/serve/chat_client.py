@@ -29,10 +29,7 @@ _HELP = """/model NAME   the one to ask; without a name: which there are
 # Tokens of one forward are underlined together, in two colours in turn, so that the border between
 # two forwards is visible. A single token is plain.
 _TOGETHER = ("underline cyan", "underline green")
-_CONNECT_S = 600.0
 _BAR = 32  # columns of the faster bar
-_SEED_BITS = 31
-_NONE = {"tokens": 0}  # for a chunk that only ends an answer
 
 
 @dataclass(slots=True)
@@ -51,7 +48,7 @@ class Conversation:
     def ask(self, text: str) -> Iterator[dict[str, Any]]:
         """Yields the chunks of the answer; as much as is read of it joins the conversation."""
         self.messages.append({"role": "user", "content": text})
-        self.seed = secrets.randbits(_SEED_BITS)
+        self.seed = secrets.randbits(31)
         said = ""
         try:
             for chunk in self.chunks(self.messages, self.settings):
@@ -229,7 +226,7 @@ def _read(
                     has_thoughts = True
                 if piece and has_thoughts and not said:
                     console.print("\n")
-                count = choice.get("mars", _NONE)["tokens"]
+                count = choice["mars"]["tokens"] if "mars" in choice else 0  # of a mere end
                 together += count > 1
                 style = _TOGETHER[together % 2] if count > 1 else ""
                 console.print(Text(piece, style=style), end="", soft_wrap=True)
@@ -300,7 +297,7 @@ def _open(url: str, body: dict[str, Any] | None, api_key: str | None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(url, data, headers)
-        return urlopen(request, _CONNECT_S)
+        return urlopen(request, 600.0)
     except urllib.error.HTTPError as error:
         raise EngineError(f"{url}: {_message(error)}") from error
     except (OSError, ValueError) as error:

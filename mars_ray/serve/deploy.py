@@ -4,7 +4,8 @@ An update of draft adapters alone swaps them in all replicas, or in none; no req
 process is restarted:
 
 1. Every replica fetches and reads the adapter, and checks it against the model
-   (`replica/deployment.py: Adapters`). If one cannot, the swap ends there, and nothing has changed.
+   (`replica/llm_server.py: LLMServer.prepare_adapter`). If one cannot, the swap ends there, and
+   nothing has changed.
 2. The model's actor announces that it is in force (`threshold_actor.py`).
 3. Every replica takes it between two steps; one that starts later asks the actor first.
 """
@@ -14,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -44,13 +44,13 @@ from mars_ray.model.places import (
 )
 from mars_ray.serve.autoscaler import autoscaling
 from mars_ray.serve.ingress.auth import ApiKeys
-from mars_ray.serve.ingress.deployment import Ingress, Running
+from mars_ray.serve.ingress.deployment import Ingress
 from mars_ray.serve.ingress.router import PrefixRouter
 from mars_ray.serve.preflight import preflight
-from mars_ray.serve.protocol import Prepared
+from mars_ray.serve.protocol import ErrorInfo
 from mars_ray.serve.replica.deployment import Replica
 from mars_ray.serve.status import ReplicaStatus
-from mars_ray.serve.threshold_actor import Setting, Swap, control_of, end_controls
+from mars_ray.serve.threshold_actor import Setting, Swap, control_of, end_controls, kill_actors
 from mars_ray.storage.place import Place, shown
 
 logger = logging.getLogger(__name__)
@@ -64,18 +64,12 @@ _REFUSAL_PLACES = 64
 _DRAIN_LOOK_S = 0.2
 # Serve replaces a replica after three failed checks in a row.
 _HEALTH_CHECK_S = 2.0
-_ROUTERS = {
-    "prefix": {"request_router_class": PrefixRouter},
-    "power_of_two": {},
-}
 # Serve's loop and ours share a thread: neither blocks, the engine has a thread of its own, and a
 # streamed message is handed over less often (docs/log.md).
 _ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def build_app(job: ServeJob) -> serve.Application:
@@ -83,7 +77,7 @@ def build_app(job: ServeJob) -> serve.Application:
 
     Raises ConfigError or ModelError if a checkpoint cannot be served with these settings.
     """
-    if job.host not in _LOOPBACK and not job.keys_file:
+    if job.host not in ("127.0.0.1", "::1", "localhost") and not job.keys_file:
         logger.warning(
             "the service listens on %s and asks nobody for a key: set keys_file=", job.host
         )
@@ -133,6 +127,8 @@ def _replicas(job: ServeJob, built_s: float) -> serve.Application:
     count: dict[str, Any] = {"num_replicas": job.replicas}
     if job.replicas == "auto":
         count = {"autoscaling_config": autoscaling(job, service_model(job))}
+    # Serve's own router takes the less loaded of two.
+    router = {"request_router_class": PrefixRouter} if job.router == "prefix" else {}
     # Ray's annotation lacks its own default, None.
     per_node: Any = job.max_replicas_per_node
     replica = serve.deployment(
@@ -140,7 +136,7 @@ def _replicas(job: ServeJob, built_s: float) -> serve.Application:
         max_replicas_per_node=per_node,
         **count,
         max_ongoing_requests=_places(job),
-        request_router_config=_ROUTERS[job.router],
+        request_router_config=router,
         **_life(job),
         **placement,
         ray_actor_options=options,
@@ -235,7 +231,7 @@ def start(job: ServeJob, *, alone: bool = False) -> str:
     except RuntimeError as error:
         serve.shutdown()
         raise EngineError(f"the service did not start: {error}") from error
-    host = _ANY_HOST.get(job.host, job.host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(job.host, job.host)
     return f"http://[{host}]:{job.port}" if ":" in host else f"http://{host}:{job.port}"
 
 
@@ -249,28 +245,32 @@ def update(job: ServeJob) -> None:
     """
     job = served(_checked(job))
     app = _built(job)
-    ingress, running = _running()
-    host, port = running.job.host, running.job.port
+    ingress, before, built_s = _running()
+    host, port = before.host, before.port
     if (host, port) != (job.host, job.port):
         raise ConfigError(
             f"the service listens on {host}:{port} as long as it runs, so the job must say "
             f"host={host} port={port}"
         )
-    if swap_adapters(job, running, ingress):
+    if _swap_adapters(ingress, before, built_s, job):
         return
     try:
         serve.run(app, name=APP_NAME, route_prefix="/")
     except RuntimeError as error:
         raise EngineError(f"the service was not updated: {error}") from error
-    end_controls(running.job.each().keys() - job.each().keys())
+    end_controls(before.each().keys() - job.each().keys())
 
 
-def _running() -> tuple[Any, Running]:
-    """The handle of the running service's ingress, and what it serves. Raises ConfigError."""
+def _running() -> tuple[Any, ServeJob, float]:
+    """The handle of the running service's ingress, its job, and when it was deployed.
+
+    Raises ConfigError.
+    """
     if APP_NAME not in serve.status().applications:
         raise ConfigError("no service runs on this cluster: start one with `mars-ray serve`")
     ingress = serve.get_deployment_handle(Ingress.__name__, APP_NAME)
-    return ingress, ingress.running.remote().result()
+    job, built_s = ingress.running.remote().result()
+    return ingress, job, built_s
 
 
 def _checked(job: ServeJob) -> ServeJob:
@@ -356,15 +356,10 @@ def wait_until_stopped(job: ServeJob) -> None:
 def _serve_runs() -> bool:
     """Whether the cluster has Serve's controller, as far as it can be asked."""
     try:
-        return any(actor["name"] == _CONTROLLER for actor in _named_actors())
+        actors: Any = list_named_actors(all_namespaces=True)  # Ray annotates the other case
     except (RayError, RuntimeError):
         return True
-
-
-def _named_actors() -> list[dict[str, str]]:
-    # Ray's annotation is for the other value of the argument.
-    actors: Any = list_named_actors(all_namespaces=True)
-    return actors
+    return any(actor["name"] == _CONTROLLER for actor in actors)
 
 
 def stop() -> list[str]:
@@ -372,19 +367,20 @@ def stop() -> list[str]:
 
     Raises ConfigError if there is none.
     """
-    _, running = _running()
+    _, job, _ = _running()
     is_drained = False
     try:
-        is_drained = drain(running.job.drain_s, threading.Event())
+        is_drained = drain(job.drain_s, threading.Event())
     finally:
         _end(is_drained)
-    return list(running.job.each())
+    return list(job.each())
 
 
 def _end(is_drained: bool) -> None:
     """Stops Serve; what is not finished is cut."""
     if not is_drained:
-        _cut()
+        # Serve alone would give the replicas time to drain once more.
+        kill_actors(lambda actor: actor["name"].startswith(f"SERVE_REPLICA::{APP_NAME}#"))
     serve.shutdown()
     end_controls()
 
@@ -411,43 +407,36 @@ def drain(limit_s: float, at_once: threading.Event) -> bool:
     return True
 
 
-def _cut() -> None:
-    """Kills the replicas with their work; Serve alone would give them time to drain once more."""
-    for actor in _named_actors():
-        if actor["name"].startswith(f"SERVE_REPLICA::{APP_NAME}#"):
-            # The actor may have ended meanwhile.
-            with suppress(ValueError):
-                ray.kill(ray.get_actor(**actor))
-
-
 # An adapter has a few megabytes, but a store may be slow.
 _PREPARE_S = 120.0
 _TAKE_S = 30.0
 _LOOK_S = 0.1
 
 
-def swap_adapters(job: ServeJob, running: Running, ingress: Any) -> bool:
+def _swap_adapters(ingress: Any, before: ServeJob, built_s: float, job: ServeJob) -> bool:
     """Puts the job in force if only its adapters are new; returns whether that is so.
 
-    `ingress` is the handle of the running service's ingress. Raises ModelError if a replica cannot
-    load an adapter, and then nothing has changed; EngineError if replicas do not answer in time.
+    Raises ModelError if a replica cannot load an adapter, and then nothing has changed; EngineError
+    if replicas do not answer in time.
     """
-    if _without_adapters(job) != _without_adapters(running.job):
+    if _without_adapters(job) != _without_adapters(before):
         return False
-    models = job.each()
-    prepared = {name: _prepared(ingress, model) for name, model in models.items()}
-    new = {
-        name: model
-        for name, model in models.items()
-        if not _is_in_force(ingress, model, running, prepared[name])
-    }
-    for name, model in new.items():
-        setting = Setting.of(model, running.built_s)
-        place = model.engine.draft_adapter
-        swap = Swap(running.built_s, time.time(), place, prepared[name])
-        ray.get(control_of(name, setting).swap.remote(swap))
-    for name, model in new.items():
-        _wait_until_taken(ingress, model, prepared[name])
+    prepared = {name: _prepared(ingress, model) for name, model in job.each().items()}
+    new = []
+    for name, model in job.each().items():
+        control, place = control_of(name, Setting.of(model, built_s)), model.engine.draft_adapter
+        if replicas := _replies(ingress, name, "status", limit_s=_TAKE_S):
+            is_in_force = {each.adapter for each in replicas} == {prepared[name]}
+        else:  # whether it was the last one announced
+            swap: Any = ray.get(control.swapped.remote(built_s))
+            known = swap.adapter if swap else before.each()[name].engine.draft_adapter
+            is_in_force = known == place
+        if not is_in_force:
+            new.append((name, control, Swap(built_s, time.time(), place, prepared[name])))
+    for _, control, swap in new:
+        ray.get(control.swap.remote(swap))
+    for name, _, swap in new:
+        _wait_until_taken(ingress, name, swap.name)
     return bool(new)
 
 
@@ -476,13 +465,10 @@ def _replies(ingress: Any, name: str, method: str, *args: Any, limit_s: float) -
 def _prepared(ingress: Any, model: ServeJob) -> str | None:
     """Makes the adapter ready in every replica; returns its name. Raises ModelError."""
     place = model.engine.draft_adapter
-    said: list[Prepared] = _replies(
-        ingress, model.name, "prepare_adapter", place, limit_s=_PREPARE_S
-    )
-    for each in said:
-        if each.error:
-            raise ModelError(f"{each.error}; the service goes on as it was")
-    names = {each.name for each in said}
+    names = set(_replies(ingress, model.name, "prepare_adapter", place, limit_s=_PREPARE_S))
+    for fault in names:
+        if isinstance(fault, ErrorInfo):
+            raise ModelError(f"{fault.message}; the service goes on as it was")
     if len(names) > 1:
         raise ModelError(
             f"the replicas of {model.name!r} find different files at {place}: put the draft "
@@ -491,30 +477,16 @@ def _prepared(ingress: Any, model: ServeJob) -> str | None:
     return next(iter(names), None)
 
 
-def _is_in_force(ingress: Any, model: ServeJob, running: Running, name: str | None) -> bool:
-    """Whether every replica has the model's adapter; without replicas, whether it was the last
-    one announced."""
-    said: list[ReplicaStatus] = _replies(ingress, model.name, "status", limit_s=_TAKE_S)
-    if said:
-        return {each.adapter for each in said} == {name}
-    setting = Setting.of(model, running.built_s)
-    asked: Any = control_of(model.name, setting).swapped.remote(running.built_s)
-    swap: Any = ray.get(asked)
-    job = running.job.each()[model.name]
-    place = swap.adapter if swap else job.engine.draft_adapter
-    return place == model.engine.draft_adapter
-
-
-def _wait_until_taken(ingress: Any, model: ServeJob, name: str | None) -> None:
+def _wait_until_taken(ingress: Any, model: str, adapter: str | None) -> None:
     """Returns once every replica has the adapter. Raises EngineError if one takes too long."""
     deadline = time.monotonic() + _TAKE_S
     while True:
-        said: list[ReplicaStatus] = _replies(ingress, model.name, "status", limit_s=_TAKE_S)
-        if {each.adapter for each in said} <= {name}:
+        replicas: list[ReplicaStatus] = _replies(ingress, model, "status", limit_s=_TAKE_S)
+        if {each.adapter for each in replicas} <= {adapter}:
             return
         if time.monotonic() > deadline:
             raise EngineError(
-                f"not every replica of {model.name!r} has gone over to {name or 'no adapter'} "
+                f"not every replica of {model!r} has gone over to {adapter or 'no adapter'} "
                 f"within {_TAKE_S:g} s: its log says why; say the same again"
             )
         time.sleep(_LOOK_S)

@@ -215,14 +215,6 @@ Message = Envelope | ErrorInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A replica's reply about a draft adapter to be made ready: its name, or the fault."""
-
-    name: str | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TokenizeRequest:
     """A prompt whose tokens are asked for; the fields are those of a `GenerationRequest`."""
 

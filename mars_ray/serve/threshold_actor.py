@@ -36,10 +36,7 @@ _GAUGES = (
         "mars_autoscaling_utilisation",
         "Share of a replica's modelled capacity at which requests are in time, as learnt.",
     ),
-    (
-        "mars_autoscaling_floor_replicas",
-        "Replicas kept for what this service is known to get.",
-    ),
+    ("mars_autoscaling_floor_replicas", "Replicas kept for what this service is known to get."),
     (
         "mars_autoscaling_error_budget_spent",
         "Late requests of the last hour over those that the objective allows.",
@@ -229,16 +226,24 @@ def _actor(model: str) -> Any:
     return ray.get_actor(f"control:{model}", namespace=_NAMESPACE)
 
 
+def kill_actors(is_chosen: Callable[[dict[str, str]], bool]) -> None:
+    """Kills the actors that are chosen by their `name` and `namespace`."""
+    actors: Any = list_named_actors(all_namespaces=True)  # Ray annotates the other case
+    for actor in filter(is_chosen, actors):
+        # The actor may have ended meanwhile.
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(**actor))
+
+
 def end_controls(models: Container[str] | None = None) -> None:
     """Ends the actors of these models, which are no longer served; of all, once Serve has ended."""
-    actors: Any = list_named_actors(all_namespaces=True)  # Ray annotates the other case
-    for actor in actors:
+
+    def is_ours(actor: dict[str, str]) -> bool:
         prefix, _, model = actor["name"].partition(":")
-        is_ours = (prefix, actor["namespace"]) == ("control", _NAMESPACE)
-        if is_ours and (models is None or model in models):
-            # The actor may have ended meanwhile.
-            with contextlib.suppress(ValueError):
-                ray.kill(ray.get_actor(**actor))
+        is_control = (prefix, actor["namespace"]) == ("control", _NAMESPACE)
+        return is_control and (models is None or model in models)
+
+    kill_actors(is_ours)
 
 
 async def follow(

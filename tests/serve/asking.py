@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
 from mars_ray.serve.replica.llm_server import LLMServer
-from mars_ray.serve.replica.stats import Observer
+from mars_ray.serve.replica.stats import AnswerStats
+from mars_ray.serve.status import ReplicaStatus
 
 ASK = "count from one to ten"
 
@@ -55,10 +57,20 @@ def greedy(checkpoint: str | Path, content: str, tokens: int) -> list[int]:
     return out[0, prompt["input_ids"].shape[1] :].tolist()
 
 
-def load_server(job: ServeJob, observer: Observer | None = None) -> LLMServer:
+class OneReplica(LLMServer):
+    """A server in this process, as the routes know a model: all of its replicas."""
+
+    async def status(self) -> list[ReplicaStatus]:
+        return [await super().status()]
+
+    async def decided(self) -> None:
+        """No policy controls it."""
+
+
+def load_server(job: ServeJob, observe: Callable[[AnswerStats], None] | None = None) -> OneReplica:
     """A server over an engine of this process; it is not started."""
     engine, tokenizer = load_engine(job.checkpoint, job.engine)
-    return LLMServer(AsyncEngine(engine, job.checkpoint), tokenizer, job, observer)
+    return OneReplica(AsyncEngine(engine, job.checkpoint), tokenizer, job, observe)
 
 
 def wait_until_free(engine: LLMServer) -> None:

@@ -21,7 +21,6 @@ from mars_ray.model.places import adapter_name
 from mars_ray.serve.deploy import check, service_model
 from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.protocol import Envelope, GenerationRequest, ReplyForm, Turn
-from mars_ray.serve.replica.deployment import Adapters
 from mars_ray.serve.replica.llm_server import LLMServer
 
 TOKENS = 400
@@ -62,11 +61,11 @@ def with_adapter(job: ServeJob, place: Path | str) -> ServeJob:
 
 
 @pytest.fixture(scope="module")
-def served(job) -> Iterator[tuple[LLMServer, Adapters]]:
+def served(job) -> Iterator[LLMServer]:
     """An engine that starts without an adapter."""
     text = load_server(job)
     text.start()
-    yield text, Adapters(text._engine, "")
+    yield text
     wait_until_free(text)
     text.stop()
 
@@ -74,9 +73,8 @@ def served(job) -> Iterator[tuple[LLMServer, Adapters]]:
 @pytest.fixture
 def client(job, served) -> Iterator[TestClient]:
     """Of the engine, which has no adapter before and after."""
-    text, adapters = served
-    yield TestClient(build_api(job, {"tiny": text}))
-    asyncio.run(adapters.take(None))
+    yield TestClient(build_api(job, {"tiny": served}))
+    asyncio.run(served.take_adapter(None))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +124,6 @@ def test_the_frontier_beside_the_adapter_is_read(job, folder, tmp_path):
 def test_requests_are_decoded_by_what_there_is(client, served, job, folder):
     """Whoever leaves the mode open gets masks once there are some, the same text, and no error
     when they are gone; who names a mode that needs them is told what is missing."""
-    _, adapters = served
     good = named(folder, "good")
     exact = text_of(ask(client))
 
@@ -142,7 +139,7 @@ def test_requests_are_decoded_by_what_there_is(client, served, job, folder):
     (entry,) = client.get("/v1/mars/status").json()["data"]
     assert (entry["mode"], entry["threshold"], entry["adapter"]) == ("verified", 1.0, None)
 
-    asyncio.run(adapters.take(str(folder / "good")))
+    asyncio.run(served.take_adapter(str(folder / "good")))
     drafted = mars()
     assert drafted | {"mode": "verified", "threshold": 1.0, "adapter": good} == drafted
     assert drafted["tokens_per_forward"] >= 4
@@ -151,23 +148,21 @@ def test_requests_are_decoded_by_what_there_is(client, served, job, folder):
     (entry,) = client.get("/v1/mars/status").json()["data"]
     assert (entry["mode"], entry["threshold"], entry["adapter"]) == ("verified", 1.0, good)
 
-    asyncio.run(adapters.take(None))
+    asyncio.run(served.take_adapter(None))
     assert mars() | plain == mars()
     assert error_of(ask(client, mode="confidence"), 400)["param"] == "mode"
 
 
 def test_what_cannot_be_taken_leaves_everything_as_it_is(client, served, folder):
     """Guards a service whose drafts are gone because of a file that is damaged."""
-    _, adapters = served
 
     async def scenario() -> None:
-        await adapters.take(str(folder / "good"))
+        await served.take_adapter(str(folder / "good"))
         for name, said in (("another", "another model"), ("broken", "NaN"), ("cut", "damaged")):
-            prepared = await adapters.prepare(str(folder / name))
-            assert prepared.name is None
-            assert said in (prepared.error or "")
             with pytest.raises(ModelError, match=said):
-                await adapters.take(str(folder / name))
+                await served.prepare_adapter(str(folder / name))
+            with pytest.raises(ModelError, match=said):
+                await served.take_adapter(str(folder / name))
 
     asyncio.run(scenario())
     reply = ask(client, mode=None)
@@ -176,17 +171,16 @@ def test_what_cannot_be_taken_leaves_everything_as_it_is(client, served, folder)
 
 def test_what_was_prepared_is_taken_whatever_becomes_of_its_files(client, served, folder, tmp_path):
     """Guards a swap of which one replica has done its part and the next one cannot."""
-    _, adapters = served
     place = shutil.copytree(folder / "good", tmp_path / "good")
     name = named(tmp_path, "good")
 
     async def scenario() -> None:
-        assert (await adapters.prepare(str(place))).name == name
+        assert await served.prepare_adapter(str(place)) == name
         shutil.rmtree(place)
-        await adapters.take(str(place))
+        await served.take_adapter(str(place))
         # Once: the next time the files count.
         with pytest.raises(ModelError):
-            await adapters.take(str(place))
+            await served.take_adapter(str(place))
 
     asyncio.run(scenario())
     assert ask(client, mode=None).json()["usage"]["mars"]["adapter"] == name
@@ -196,22 +190,21 @@ def test_what_was_prepared_is_taken_whatever_becomes_of_its_files(client, served
 def test_answers_that_a_swap_overtakes_are_whole_and_say_so(client, served, job, folder):
     """From one adapter to another, to none, and back, while four answers are written: every text is
     `exact`'s, and what each adapter served adds up and is of that adapter alone."""
-    text, adapters = served
     good, weak = named(folder, "good"), named(folder, "weak")
     exact = text_of(ask(client, max_tokens=TOKENS))
 
     async def whole(number: int) -> dict:
         request = _open_call(f"overtaken-{number}")
-        (message,) = [message async for message in text.generate(request)]
+        (message,) = [message async for message in served.generate(request)]
         assert isinstance(message, Envelope), message
         return json.loads(message.text)
 
     async def scenario() -> list[dict]:
-        await adapters.take(str(folder / "good"))
+        await served.take_adapter(str(folder / "good"))
         answers = [asyncio.create_task(whole(number)) for number in range(8)]
         for name in itertools.cycle(("weak", None, "good")):
-            await adapters.take(name and str(folder / name))
-            await _steps_pass(text, answers)
+            await served.take_adapter(name and str(folder / name))
+            await _steps_pass(served, answers)
             if all(answer.done() for answer in answers):
                 break
         return await asyncio.gather(*answers)
@@ -257,8 +250,7 @@ def _open_call(name: str) -> GenerationRequest:
 
 def test_a_reply_over_http_tells_what_each_adapter_served(client, served, folder):
     """In the shape that the description promises, streamed or not."""
-    _, adapters = served
-    asyncio.run(adapters.take(str(folder / "good")))
+    asyncio.run(served.take_adapter(str(folder / "good")))
     streamed = ask(client, mode=None, stream=True, stream_options={"include_usage": True})
     *_, last, done = streamed.text.removesuffix("\n\n").split("\n\n")
     assert done == "data: [DONE]"

@@ -33,9 +33,6 @@ class Served:
         self.engine = engine
         self.told: list[AnswerStats] = []
 
-    def answer(self, seen: AnswerStats) -> None:
-        self.told.append(seen)
-
     @property
     def endings(self) -> list[str]:
         return sorted(seen.ending for seen in self.told)
@@ -71,7 +68,7 @@ class Served:
 def served(job) -> Iterator[Served]:
     engine, tokenizer = load_engine(job.checkpoint, job.engine)
     served = Served(LLMServer(AsyncEngine(engine), tokenizer, job), engine)
-    served.server._counters._observer = served
+    served.server._counters._observe = served.told.append
     served.server.start()
     yield served
     served.server.stop()
@@ -98,7 +95,7 @@ def test_closing_ends_all_answers(served):
     asyncio.run(leave())
     assert served.endings == ["abort"] * 3
     assert all(1 <= seen.completion_tokens < 100 for seen in served.told)
-    assert served.server._counters.tally.finished == 3
+    assert served.server._counters.finished == 3
 
 
 def test_each_answer_begins_at_once_and_ends_at_once(served, job):
@@ -144,7 +141,7 @@ def test_an_answer_that_meets_its_stop_string_leaves_the_engine_and_the_others_g
     shorter = said[0][: said[0].index(stop)]
     assert [text_of_choice(messages, index) for index in range(3)] == [shorter, *said[1:]]
     assert served.endings == ["length", "length", "stop"]
-    assert served.server._counters.tally.finished == 6
+    assert served.server._counters.finished == 6
 
 
 def test_one_answer_that_fails_ends_them_all(served, monkeypatch, caplog):
@@ -162,7 +159,7 @@ def test_one_answer_that_fails_ends_them_all(served, monkeypatch, caplog):
     assert (messages[-1].status, messages[-1].code) == (500, "internal_error")
     assert "secret" not in messages[-1].message
     assert served.endings == ["abort", "abort", "error"]
-    assert served.server._counters.tally.finished == 3
+    assert served.server._counters.finished == 3
     served.server.check_health()
 
 
@@ -173,7 +170,7 @@ def test_one_prompt_that_is_refused_refuses_the_request(served):
     assert isinstance(refused, ErrorInfo)
     assert (refused.status, refused.code) == (400, "context_length_exceeded")
     assert served.endings == ["abort", "refused"]
-    assert served.server._counters.tally.finished == 1
+    assert served.server._counters.finished == 1
 
 
 def test_an_answer_that_has_met_its_stop_string_cannot_fail_any_more(served, job, monkeypatch):
@@ -221,7 +218,7 @@ def test_a_prompt_that_is_refused_counts_as_no_answer_at_all(served):
     (refused,) = heard(served, replace(CALL, prompts=("one " * 500,)))
     assert isinstance(refused, ErrorInfo)
     assert served.endings == ["refused"] * 3
-    assert served.server._counters.tally.finished == 0
+    assert served.server._counters.finished == 0
 
 
 def test_a_deadline_ends_all_answers(served):

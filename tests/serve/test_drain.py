@@ -30,7 +30,7 @@ def test_a_closed_gate_refuses_and_says_so(job, text_engine):
     gate = Gate()
     client = TestClient(build_api(job, {"tiny": text_engine}, gate))
     assert ask(client).status_code == 200
-    gate.close()
+    gate.is_open = False
     refused = ask(client)
     assert error_of(refused, 503)["code"] == "draining"
     assert int(refused.headers["Retry-After"]) >= 1
@@ -71,7 +71,7 @@ def test_a_signal_drains_and_a_second_one_hurries(number, monkeypatch):
         return not at_once.wait(10)
 
     monkeypatch.setattr(deploy, "drain", wait)
-    monkeypatch.setattr(deploy, "_cut", lambda: did.append("cut"))
+    monkeypatch.setattr(deploy, "kill_actors", lambda _: did.append("cut"))
     monkeypatch.setattr(serve, "shutdown", lambda: did.append("stop"))
     monkeypatch.setattr(deploy, "end_controls", lambda: did.append("forget"))
     before = signal.getsignal(number)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serve.asking import wait_until_free
+from serve.asking import OneReplica, wait_until_free
 from serve.fitting import MODES, fit, fit_tokens
 from serve.fuzzing import PLAIN, SHARES, Fuzzed, fuzz
 from serve.real_port import served
@@ -31,7 +31,6 @@ from mars_ray.serve.openai.request_models import (
 )
 from mars_ray.serve.openai.validation import to_request
 from mars_ray.serve.replica.engine_client import EngineClient
-from mars_ray.serve.replica.llm_server import LLMServer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
 TEXT = {"model": "tiny", "prompt": "x"}
@@ -87,17 +86,17 @@ def test_what_contradicts_itself_is_made_to_fit():
 
 
 @pytest.fixture
-def answered(request, job) -> Iterator[tuple[ServeJob, LLMServer]]:
+def answered(request, job) -> Iterator[tuple[ServeJob, OneReplica]]:
     """A job with little limits, and a server of its model over the engine that a test names."""
     limits = Limits(body_bytes=20_000, new_tokens=8, waiting_requests=64, choices=4)
     job = job.model_copy(update={"limits": limits})
     if request.param == "vllm":
         job = job.model_copy(update={"engine": SMALL})
         engine, tokenizer = vllm(Path(job.checkpoint))
-        yield job, LLMServer(engine, tokenizer, job)
+        yield job, OneReplica(engine, tokenizer, job)
         return
     engine, tokenizer = load_engine(job.checkpoint, job.engine)
-    yield job, LLMServer(AsyncEngine(engine), tokenizer, job)
+    yield job, OneReplica(AsyncEngine(engine), tokenizer, job)
     engine.check_integrity()
     assert engine.pool.in_use == 0
 

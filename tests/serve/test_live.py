@@ -58,7 +58,7 @@ def test_rates_follow_the_traffic():
     """Two tokens a tenth of a second are 20 a second; five quiet seconds later, none."""
     live = Live()
     for step in range(100):
-        live.add(step / 10, 2, 1, 0, 0)
+        live.add(step / 10, tokens=2, forwards=1)
     assert live.tokens_per_second(10.0) == pytest.approx(20, rel=0.1)
     assert live.tokens_per_second(12.5) == pytest.approx(10, rel=0.2)
     assert live.tokens_per_second(15.1) == 0
@@ -67,10 +67,10 @@ def test_rates_follow_the_traffic():
 def test_shares_are_of_the_last_minute():
     """Old steps are forgotten; a step without tokens, as at a deadline, is no forward."""
     live = Live()
-    live.add(0.0, 100, 1, 100, 90)
-    live.add(50.0, 6, 1, 1, 3)
-    live.add(50.1, 2, 1, 0, 1)
-    live.add(50.2, 0, 0, 1, 0)
+    live.add(0.0, tokens=100, forwards=1, disagreed=100, ngram_tokens=90)
+    live.add(50.0, tokens=6, forwards=1, disagreed=1, ngram_tokens=3)
+    live.add(50.1, tokens=2, forwards=1, disagreed=0, ngram_tokens=1)
+    live.add(50.2, tokens=0, forwards=0, disagreed=1, ngram_tokens=0)
     status = live.status(JOB, seen(), 61.0, in_default_mode=True)
     assert (status.tokens, status.forwards, status.disagreed) == (8, 2, 2)
     assert status.ngram_tokens == 4

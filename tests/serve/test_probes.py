@@ -21,8 +21,7 @@ def test_a_probe_is_200_only_if_requests_can_be_served(client, job, text_engine,
     assert client.request(method, path).status_code == 200
     unready = TestClient(build_api(job, {"tiny": Saying()}))
     assert unready.request(method, path).status_code == 503
-    gate = Gate()
-    gate.close()
+    gate = Gate(is_open=False)
     stopping = TestClient(build_api(job, {"tiny": text_engine}, gate))
     assert stopping.request(method, path).status_code == 503
 

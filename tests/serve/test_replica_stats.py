@@ -1,6 +1,7 @@
 """What the metrics are told of single answers."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,29 +12,22 @@ from mars_ray.autoscale.threshold import Rung, SetPoint
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ConfidenceMode, Mode, VerifiedMode
 from mars_ray.config.scaling import ScalingConfig, Slo
+from mars_ray.config.serve import ServeJob
 from mars_ray.core.thresholds import Budget, Elastic
+from mars_ray.decode.request import TokenEvent
 from mars_ray.serve.protocol import GenerationRequest
-from mars_ray.serve.replica.stats import AnswerStats, Tally
-
-
-class Kept:
-    """An observer that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.answers: list[AnswerStats] = []
-
-    def answer(self, seen: AnswerStats) -> None:
-        self.answers.append(seen)
+from mars_ray.serve.replica.stats import AnswerStats, ReplicaCounters
 
 
 @pytest.fixture(scope="module")
-def kept():
-    return Kept()
+def kept() -> list[AnswerStats]:
+    """All answers that an observer was told of."""
+    return []
 
 
 @pytest.fixture(scope="module")
 def engine(job, kept):
-    engine = load_server(job, kept)
+    engine = load_server(job, kept.append)
     engine.start()
     yield engine
     engine.stop()
@@ -66,13 +60,13 @@ def test_an_answer_is_degraded_when_the_set_point_was_lowered_for_it(
             pass
 
     asyncio.run(ask())
-    assert kept.answers[-1].degraded is degraded
-    assert kept.answers[-1].completion_tokens == 12
+    assert kept[-1].degraded is degraded
+    assert kept[-1].completion_tokens == 12
 
 
 def test_an_engine_with_a_long_queue_lowers_its_threshold_by_itself(job, kept):
     """The fast loop: no policy has said so, and without rungs it is the policy's again."""
-    engine = load_server(job, kept)
+    engine = load_server(job, kept.append)
     engine.start()
     rungs = (Rung(1.0, 2.0, 1.0, 0.0), Rung(0.3, 4.0, 1.0, 1.0))
 
@@ -92,7 +86,7 @@ def test_an_engine_with_a_long_queue_lowers_its_threshold_by_itself(job, kept):
 
     asyncio.run(ask_for_many())
     engine.stop()
-    assert any(answer.degraded for answer in kept.answers[-12:])
+    assert any(answer.degraded for answer in kept[-12:])
 
 
 def test_all_tokens_of_an_interval_are_counted(engine, kept):
@@ -106,7 +100,7 @@ def test_all_tokens_of_an_interval_are_counted(engine, kept):
             pass
 
     asyncio.run(ask())
-    seen = kept.answers[-1]
+    seen = kept[-1]
     assert (seen.completion_tokens, seen.ending) == (40, "length")
     assert seen.forwards <= 40
 
@@ -138,7 +132,7 @@ def test_the_policy_hears_what_happened(engine):
 @pytest.mark.parametrize("point", [1.0, 0.3])
 def test_the_policy_hears_of_thresholds_in_the_mode_of_the_service(job, kept, point):
     """In `confidence` only below 1: plain decoding has no masks that could tell anything."""
-    engine = load_server(job.model_copy(update={"default_mode": ConfidenceMode()}), kept)
+    engine = load_server(job.model_copy(update={"default_mode": ConfidenceMode()}), kept.append)
     engine.start()
 
     async def counts_of(mode: Mode) -> ReplicaCounts:
@@ -156,7 +150,7 @@ def test_the_policy_hears_of_thresholds_in_the_mode_of_the_service(job, kept, po
     engine.stop()
     assert other.tokens_at == {}
     assert bool(own.tokens_at) == (point < 1)
-    assert own.measured_forwards == (kept.answers[-1].forwards if point < 1 else 0)
+    assert own.measured_forwards == (kept[-1].forwards if point < 1 else 0)
 
 
 SLO = Slo(ttft_s=2.0, time_per_token_s=0.1)
@@ -179,16 +173,24 @@ SLO = Slo(ttft_s=2.0, time_per_token_s=0.1)
         (None, 1.0, 0, "deadline", (0, 0, 0)),
     ],
 )
-def test_an_answer_is_slow_and_late_once(first_token_s, total_s, tokens, ending, expected):
+def test_an_answer_is_slow_and_late_once(
+    monkeypatch, first_token_s, total_s, tokens, ending, expected
+):
     """By its first token or its mean time per token. Guards a policy that learns from counts which
     grow twice for one request, or from clients that left."""
-    seen = AnswerStats("exact", 5, "fast", ending, tokens)
-    seen.first_token_s, seen.total_s = first_token_s, total_s
-    tally = Tally(SLO)
-    if seen.first_token_s is not None:
-        tally.began(seen)
-    tally.ended(seen)
-    assert (tally.started["fast"], tally.slow["fast"], tally.late["fast"]) == expected
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    counters = ReplicaCounters(ServeJob(checkpoint="x", scaling=ScalingConfig(slo=SLO)))
+    seen = AnswerStats("exact", 5, "fast", completion_tokens=tokens, begun_s=0.0, last_s=0.0)
+    if first_token_s is not None:
+        now[0] = first_token_s
+        call = GenerationRequest("a", ("one",), VerifiedMode(), Sampling(), 12, 100)
+        counters.step(call, seen, TokenEvent("a", (1,), 1, None), 1)
+    now[0] = total_s
+    counters.ended(seen, ending)
+    assert counters.finished == 1
+    found = counters.started["fast"], counters.slow["fast"], counters.late["fast"]
+    assert found == expected
 
 
 def test_the_policy_hears_of_late_answers_by_class(job):
@@ -226,7 +228,7 @@ def test_what_the_engine_refuses_is_no_failure(engine, kept):
         async for _ in engine.generate(call):
             pass
 
-    finished = engine._counters.tally.finished
+    finished = engine._counters.finished
     asyncio.run(ask())
-    assert kept.answers[-1].ending == "refused"
-    assert engine._counters.tally.finished == finished
+    assert kept[-1].ending == "refused"
+    assert engine._counters.finished == finished

@@ -86,8 +86,7 @@ def test_every_way_to_end_has_its_name(job, client, lines):
     (line,) = lines()
     assert (line["ending"], line["completion_tokens"], line["forwards"]) == ("stop", 8, 4)
     assert line["prompt_tokens"] == 3
-    gate = Gate()
-    gate.close()
+    gate = Gate(is_open=False)
     ask(TestClient(build_api(job, {"tiny": Saying()}, gate)))
     assert lines()[0]["status"] == 503
 

@@ -71,7 +71,7 @@ def test_operators_see_number_and_warning(job):
     engine, tokenizer = load_engine(job.checkpoint, job.engine)
     server = LLMServer(AsyncEngine(engine), tokenizer, job, warning="too many rows")
     server.start()
-    (status,) = asyncio.run(server.status())
+    status = asyncio.run(server.status())
     server.stop()
     assert (status.step_tokens, status.warning) == (512, "too many rows")
     other = load_server(job)

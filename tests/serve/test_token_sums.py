@@ -26,7 +26,7 @@ from mars_ray.decode.async_engine import AsyncEngine, works
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.serve.ingress.app import _settle, build_api
-from mars_ray.serve.ingress.client import ModelHandle
+from mars_ray.serve.ingress.client import ReplicaClient
 from mars_ray.serve.ingress.middleware import RequestLog
 from mars_ray.serve.protocol import Finish, GenerationRequest, OutputDelta, Used
 from mars_ray.serve.replica.llm_server import LLMServer
@@ -40,8 +40,10 @@ class Counted:
 
     def __init__(self, job: ServeJob) -> None:
         self.engine, tokenizer = load_engine(job.checkpoint, job.engine)
-        self.server = LLMServer(AsyncEngine(self.engine), tokenizer, job, self, name="one")
         self.answers: list[AnswerStats] = []
+        # As the metrics of a replica (`serve/replica/metrics.py`) hear of them.
+        observe = self.answers.append
+        self.server = LLMServer(AsyncEngine(self.engine), tokenizer, job, observe, name="one")
         self.entries: list[RequestLog] = []
         step = self.engine.step
 
@@ -51,10 +53,6 @@ class Counted:
 
         self.engine.step = slowly
         self.server.start()
-
-    def answer(self, seen: AnswerStats) -> None:
-        """As the metrics of a replica (`serve/replica/metrics.py`) hear it."""
-        self.answers.append(seen)
 
     def in_metrics(self, name: str) -> int:
         return sum(getattr(seen, name) for seen in self.answers if seen.ending != "refused")
@@ -251,7 +249,7 @@ def test_a_request_that_is_cancelled_still_hears_what_it_has_used(job):
 
     async def leave() -> None:
         place.set("the request's")
-        settling = asyncio.create_task(_settle(entry, cast(ModelHandle, Left()), "c"))
+        settling = asyncio.create_task(_settle(entry, cast(ReplicaClient, Left()), "c"))
         for _ in range(2):
             await asyncio.sleep(0.02)
             settling.cancel()
@@ -266,12 +264,12 @@ def test_a_request_that_is_cancelled_still_hears_what_it_has_used(job):
 def test_a_full_queue_asks_nobody_what_it_has_used(counted, keyed):
     """The refusal says itself that it is nothing."""
     server = counted.server
-    server._admission.open = 1000
+    server.open_answers = 1000
     server.used = None  # type: ignore[assignment]
     client = TestClient(build_api(keyed, {"tiny": server}, observe=counted.entries.append))
     client.headers = {"Authorization": f"Bearer {KEYS['team-a']}"}
     assert error_of(ask(client), 429)
-    server._admission.open = 0
+    server.open_answers = 0
     assert [entry.completion_tokens for entry in counted.entries] == [0]
 
 

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from mars_ray.serve.ingress.client import ModelHandle
 from mars_ray.serve.protocol import Envelope, Finish, GenerationRequest, Message, OutputDelta, Used
+from mars_ray.serve.replica.llm_server import LLMServer
 from mars_ray.serve.replica.output_processor import reply_writer
 
 _TOKENS = (1, 3, 2, 5, 4)  # of one forward after the other
@@ -15,7 +15,7 @@ _CHARS = 4  # of a token
 class Writing:
     """Everything but its answers is that of another model; an endless one never finishes."""
 
-    def __init__(self, other: ModelHandle, text: str, *, is_endless: bool = False) -> None:
+    def __init__(self, other: LLMServer, text: str, *, is_endless: bool = False) -> None:
         self._other = other
         self._text = text
         self._is_endless = is_endless

@@ -21,17 +21,17 @@ from starlette.types import Receive, Scope, Send
 from mars_ray import __version__
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.ingress.auth import ApiKey, ApiKeys
-from mars_ray.serve.ingress.client import Model, ModelHandle, Models
+from mars_ray.serve.ingress.client import ReplicaClient
 from mars_ray.serve.ingress.metrics import Names, metrics_reply
 from mars_ray.serve.ingress.middleware import (
     FILES,
+    PAGE,
     DrainMiddleware,
     Gate,
     LogMiddleware,
     PageFiles,
     RequestLog,
     index_page,
-    log_of,
     read_body,
 )
 from mars_ray.serve.ingress.proxy import LIMIT_HEADER
@@ -45,13 +45,7 @@ from mars_ray.serve.openai.request_models import (
     parse,
 )
 from mars_ray.serve.openai.response_models import ModelEntry, ModelsReply, TokenizeReply
-from mars_ray.serve.openai.responses import (
-    ResponsesBody,
-    begun,
-    parse_responses,
-    renamed,
-    to_chat,
-)
+from mars_ray.serve.openai.responses import ResponsesBody, begun, parse_responses, renamed, to_chat
 from mars_ray.serve.openai.sse import DONE, error_body, error_event, internal_error
 from mars_ray.serve.openai.validation import to_request, to_tokenize_request
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message
@@ -67,7 +61,7 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 def build_api(
     job: ServeJob,
-    handles: Mapping[str, ModelHandle],
+    handles: Mapping[str, ReplicaClient],
     gate: Gate | None = None,
     metrics: Callable[[Names], Awaitable[str]] | None = None,
     observe: Callable[[RequestLog], None] | None = None,
@@ -78,7 +72,7 @@ def build_api(
     request.
     """
     gate = gate or Gate()
-    routes = _Routes(job, Models(job, handles), gate, metrics)
+    routes = _Routes(job, handles, gate, metrics)
     # The generated pages would load their scripts from another site.
     api = FastAPI(title="mars-ray", docs_url=None, redoc_url=None, openapi_url=None)
     for path, route in (
@@ -104,7 +98,7 @@ def build_api(
         api.add_api_route(path, route, methods=["POST"], response_model=None)
     # One route, so that the header Allow of a 405 names both methods.
     api.add_api_route("/ping", routes.readyz, methods=["GET", "POST"], response_model=None)
-    api.mount(FILES, PageFiles())
+    api.mount(FILES, PageFiles(directory=PAGE))
     api.add_exception_handler(ApiError, _api_error)
     api.add_exception_handler(HTTPException, _http_error)
     api.add_exception_handler(ClientDisconnect, _client_left)
@@ -127,13 +121,12 @@ class _Routes:
     def __init__(
         self,
         job: ServeJob,
-        models: Models,
+        handles: Mapping[str, ReplicaClient],
         gate: Gate,
         metrics: Callable[[Names], Awaitable[str]] | None,
     ) -> None:
-        self._job = job
+        self._job, self._jobs, self._handles = job, job.each(), handles
         self._metrics = metrics
-        self._models = models
         self._gate = gate
         self._keys = ApiKeys(job.keys_file)
         self._started = int(time.time())
@@ -145,14 +138,13 @@ class _Routes:
         """Whether a request would be answered now: 200 or 503."""
         if not self._gate.is_open:
             return JSONResponse({"status": "draining"}, 503)
-        models = self._models.of(key=None)
-        ready = all(await asyncio.gather(*(model.handle.is_ready() for model in models)))
+        ready = all(await asyncio.gather(*(each.is_ready() for each in self._handles.values())))
         status = "ready" if ready else "not ready"
         return JSONResponse({"status": status}, 200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         key = self._holder(request)
-        if len(self._models.of(key)) < len(self._models.of(None)):
+        if len(self._allowed(key)) < len(self._jobs):
             message = "this key is not good for all models, and the metrics are those of all"
             raise ApiError(ErrorInfo(403, message, code="insufficient_permissions"))
         names = request.query_params.get("names", "vllm")
@@ -167,31 +159,29 @@ class _Routes:
         return {"version": __version__}
 
     async def models(self, request: Request) -> ModelsReply:
-        models = self._models.of(self._holder(request))
-        data = [self._entry(model) for model in models]
+        data = [self._entry(name) for name in self._allowed(self._holder(request))]
         return {"object": "list", "data": data}
 
     async def model(self, request: Request) -> ModelEntry:
         """One of the models; its name may contain slashes, as those of the hub do."""
         name = request.path_params["model"]
-        return self._entry(self._models.asked(name, self._holder(request)))
+        return self._entry(self._asked(name, self._holder(request)))
 
-    def _entry(self, model: Model) -> ModelEntry:
-        created = self._started
-        return {"id": model.name, "object": "model", "created": created, "owned_by": "mars-ray"}
+    def _entry(self, name: str) -> ModelEntry:
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "mars-ray"}
 
     async def status(self, request: Request) -> MarsStatusReply:
-        async def state(model: Model) -> ModelStatus:
-            replicas, decided = await asyncio.gather(model.handle.status(), model.handle.decided())
-            return model_status(model.name, replicas, decided)
+        async def state(name: str) -> ModelStatus:
+            handle = self._handles[name]
+            replicas, decided = await asyncio.gather(handle.status(), handle.decided())
+            return model_status(name, replicas, decided)
 
-        models = self._models.of(self._holder(request))
+        models = self._allowed(self._holder(request))
         return {"object": "list", "data": await asyncio.gather(*map(state, models))}
 
     async def openapi(self, request: Request) -> dict[str, Any]:
-        models = self._models.of(self._holder(request))
-        names = [model.name for model in models]
-        return openapi(names, with_keys=self._job.keys_file is not None)
+        models = self._allowed(self._holder(request))
+        return openapi(models, with_keys=self._job.keys_file is not None)
 
     async def chat(self, request: Request) -> Response:
         body = parse(ChatBody, await self._body(request, "chatcmpl-"))
@@ -210,7 +200,7 @@ class _Routes:
 
     async def tokenize(self, request: Request) -> Response:
         body = parse(TokenizeBody, await self._body(request, "tok-"))
-        handle = self._models.asked(body.model, request.state.key).handle
+        handle = self._handles[self._asked(body.model, request.state.key)]
         made = await handle.tokenize(to_tokenize_request(body))
         if isinstance(made, ErrorInfo):
             raise ApiError(made)
@@ -225,7 +215,7 @@ class _Routes:
 
     async def detokenize(self, request: Request) -> Response:
         body = parse(DetokenizeBody, await self._body(request, "detok-"))
-        handle = self._models.asked(body.model, request.state.key).handle
+        handle = self._handles[self._asked(body.model, request.state.key)]
         text = await handle.detokenize(body.tokens)
         if isinstance(text, ErrorInfo):
             raise ApiError(text)
@@ -234,9 +224,31 @@ class _Routes:
     def _holder(self, request: Request) -> ApiKey | None:
         return self._keys.holder(request.headers.get("authorization"))
 
+    def _allowed(self, key: ApiKey | None) -> list[str]:
+        """The names of the models that the key may use."""
+        allowed = None if key is None else key.models
+        return [name for name in self._jobs if allowed is None or name in allowed]
+
+    def _asked(self, name: str | None, key: ApiKey | None) -> str:
+        """The model of a request, which need not name it if there is only one.
+
+        Raises ApiError; a model that the key may not use is reported as unknown.
+        """
+        models = self._allowed(key)
+        if name is None and len(models) == 1:
+            return models[0]
+        here = ", ".join(map(repr, models))
+        if name is None:
+            message = f"'model' is missing, and there is more than one: {here}"
+            raise ApiError(ErrorInfo(400, message, "model", "missing_required_parameter"))
+        if name not in models:
+            message = f"there is no model {name!r} here, only {here}"
+            raise ApiError(ErrorInfo(404, message, "model", "model_not_found"))
+        return name
+
     async def _body(self, request: Request, prefix: str) -> bytes:
         """The body, of which no byte is read before the key is checked. Raises ApiError."""
-        log = log_of(request)
+        log: RequestLog = request.state.log
         log.id = f"{prefix}{uuid.uuid4().hex}"
         key = request.state.key = self._holder(request)
         log.key = key.name if key else None
@@ -249,10 +261,12 @@ class _Routes:
         response: ResponsesBody | None = None,
     ) -> Response:
         """The reply to a chat, which may be that of a response, or to a completion."""
-        log, key = log_of(http), http.state.key
+        log: RequestLog = http.state.log
+        key: ApiKey | None = http.state.key
         assert log.id
-        model = self._models.asked(body.model, key)
-        request = to_request(body, log.id, secrets.randbits(63), model.job, int(time.time()))
+        model = self._asked(body.model, key)
+        handle, job = self._handles[model], self._jobs[model]
+        request = to_request(body, log.id, secrets.randbits(63), job, int(time.time()))
         if key:
             param = "max_tokens" if body.max_tokens else "max_completion_tokens"
             request = within(request, key, param)
@@ -264,8 +278,8 @@ class _Routes:
         log.metadata = body.metadata
         async with AsyncExitStack() as held:
             held.enter_context(self._keys.lease(key, request.choices))
-            held.push_async_callback(_settle, log, model.handle, request.id)
-            messages = model.handle.generate(request)
+            held.push_async_callback(_settle, log, handle, request.id)
+            messages = handle.generate(request)
             await held.enter_async_context(aclosing(messages))
             # The status line depends on the first message.
             first = await anext(messages)
@@ -322,7 +336,7 @@ async def relay(
         yield error_event(request, internal_error(request.id), events)
 
 
-async def _settle(log: RequestLog, handle: ModelHandle, request_id: str) -> None:
+async def _settle(log: RequestLog, handle: ReplicaClient, request_id: str) -> None:
     """Completes the log of a request whose end was not heard of, as its client has left."""
     if log.is_settled:
         return
@@ -336,7 +350,7 @@ async def _settle(log: RequestLog, handle: ModelHandle, request_id: str) -> None
         except asyncio.CancelledError as error:
             cancelled = error
     if used := asking.result():
-        log.settle(used)
+        log.count(used, is_last=True)
     if cancelled:
         raise cancelled
 
@@ -365,7 +379,7 @@ def within(request: GenerationRequest, key: ApiKey, param: str) -> GenerationReq
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     refusal = error.refusal
-    log_of(request).ending = refusal.code
+    request.state.log.ending = refusal.code
     headers = {}
     if refusal.status == 408:
         # Otherwise OpenAI's clients would retry, and wait as long again.

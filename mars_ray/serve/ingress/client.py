@@ -1,4 +1,4 @@
-"""The models of a service, and their replicas as the HTTP routes see them.
+"""The replicas of a model, as the HTTP routes see them.
 
 Requests survive the loss of a replica as long as their client has received nothing of an answer.
 Another replica gives the same answer, because all open settings, the seed included, were decided
@@ -8,22 +8,15 @@ before.
 import asyncio
 import logging
 import time
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Mapping,
-    Sequence,
-)
-from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Generic, TypeVar
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from mars_ray.config.serve import ServeJob
-from mars_ray.serve.ingress.auth import ApiKey
 from mars_ray.serve.openai.request_models import ApiError
 from mars_ray.serve.protocol import (
     Envelope,
@@ -59,78 +52,6 @@ Reply = TypeVar("Reply")
 Value = TypeVar("Value")
 
 
-class ModelHandle(Protocol):
-    """The server of a model: an engine in this process, or replicas behind a handle."""
-
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Message, None]:
-        """Yields the reply to its end, or to an error; closing it ends the work."""
-        ...
-
-    async def tokenize(self, asked: TokenizeRequest) -> Tokenized | ErrorInfo:
-        """A prompt's tokens."""
-        ...
-
-    async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
-        """The text of tokens, special ones included."""
-        ...
-
-    async def used(self, request_id: str) -> Used | None:
-        """The usage of a closed request; None if nobody knows."""
-        ...
-
-    async def is_ready(self) -> bool:
-        """Whether a request sent now would be answered."""
-        ...
-
-    async def status(self) -> Sequence[ReplicaStatus]:
-        """The status of each replica that answers."""
-        ...
-
-    async def decided(self) -> Decided | None:
-        """The latest decision of the autoscaling policy, if one is in charge."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model of the service; `job` is the service's job with this model alone."""
-
-    name: str
-    job: ServeJob
-    handle: ModelHandle
-
-
-class Models:
-    """All models of a service, and which keys may use them."""
-
-    def __init__(self, job: ServeJob, handles: Mapping[str, ModelHandle]) -> None:
-        jobs = job.each()
-        assert set(jobs) == set(handles), "a model has no handle"
-        self._models = {name: Model(name, jobs[name], handles[name]) for name in jobs}
-
-    def of(self, key: ApiKey | None) -> list[Model]:
-        """The models that the key may use."""
-        allowed = None if key is None else key.models
-        return [model for name, model in self._models.items() if allowed is None or name in allowed]
-
-    def asked(self, name: str | None, key: ApiKey | None) -> Model:
-        """The model of a request, which need not name it if there is only one.
-
-        Raises ApiError; a model that the key may not use is reported as unknown.
-        """
-        models = {model.name: model for model in self.of(key)}
-        if name is None and len(models) == 1:
-            return next(iter(models.values()))
-        here = ", ".join(repr(model) for model in models)
-        if name is None:
-            message = f"'model' is missing, and there is more than one: {here}"
-            raise ApiError(ErrorInfo(400, message, "model", "missing_required_parameter"))
-        if name not in models:
-            message = f"there is no model {name!r} here, only {here}"
-            raise ApiError(ErrorInfo(404, message, "model", "model_not_found"))
-        return models[name]
-
-
 class TtlCache(Generic[Value]):
     """Caches the result of `ask` for `fresh_s` seconds, and never runs two calls at once."""
 
@@ -160,7 +81,7 @@ async def retried(ask: Callable[[], Awaitable[Reply]]) -> Reply:
 
 
 class ReplicaClient:
-    """The handle of one model: its replicas behind a handle."""
+    """The replicas of one model, behind Serve's handle."""
 
     def __init__(self, handle: DeploymentHandle, job: ServeJob) -> None:
         self._job = job
@@ -220,7 +141,8 @@ class ReplicaClient:
         return await retried(lambda: self._handle.detokenize.remote(tokens))
 
     async def used(self, request_id: str) -> Used | None:
-        """See ModelHandle. All replicas are asked, since nobody knows which one had it."""
+        """The usage of a closed request; None if nobody knows. All replicas are asked, since nobody
+        knows which one had it."""
         try:
             replies = await self._handle.broadcast("used", request_id).results_async(
                 timeout_s=_USED_TIMEOUT_S, return_exceptions=True
@@ -230,6 +152,7 @@ class ReplicaClient:
         return next((reply for reply in replies if isinstance(reply, Used)), None)
 
     async def is_ready(self) -> bool:
+        """Whether a request sent now would be answered."""
         try:
             # A model scaled to zero counts as ready; asking for its health would wake it.
             if self._job.scaling.scale_to_zero and await self._status.get() is None:
@@ -240,9 +163,11 @@ class ReplicaClient:
             return False
 
     async def status(self) -> Sequence[ReplicaStatus]:
+        """The status of each replica that answers."""
         return await self._status.get() or ()
 
     async def decided(self) -> Decided | None:
+        """The latest decision of the autoscaling policy, if one is in charge."""
         return await self._decided.get() if self._job.replicas == "auto" else None
 
     async def _asked_for_status(self) -> Sequence[ReplicaStatus] | None:

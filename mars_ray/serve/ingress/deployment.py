@@ -1,7 +1,6 @@
 """The HTTP side of the service as a Serve deployment, without a model or imports for one."""
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
@@ -21,14 +20,6 @@ from mars_ray.serve.ingress.middleware import Gate, write_to
 _NICENESS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A service as it was deployed."""
-
-    job: ServeJob
-    built_s: float
-
-
 # No app is given here: Serve would pickle it before FastAPI resolves its routes, which then goes
 # wrong. The method below builds the app in the ingress's own process.
 @serve.ingress()
@@ -45,8 +36,9 @@ class Ingress:
         self._gate = Gate()
         write_to(job.request_log)
 
-    def running(self) -> Running:
-        return Running(self._job, self._built_s)
+    def running(self) -> tuple[ServeJob, float]:
+        """The job of the service, and when it was deployed."""
+        return self._job, self._built_s
 
     async def tell_all(self, model: str, method: str, *args: Any) -> list[Any]:
         """Calls a method of each replica of a model; their replies, empty without replicas."""
@@ -57,7 +49,8 @@ class Ingress:
             return []
 
     def close(self) -> None:
-        self._gate.close()
+        """Refuses new requests from now on."""
+        self._gate.is_open = False
 
     def inside(self) -> int:
         """Number of accepted requests that are not finished."""

@@ -167,7 +167,6 @@ logger = logging.getLogger(__name__)
 
 # Prometheus itself waits ten seconds for the page, unless it is told otherwise.
 _TIMEOUT_S = 8.0
-_NOT_NOW = ErrorInfo(503, "no node answers with its metrics; retry", code="metrics_unavailable")
 PIECE_BYTES = 1 << 20
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 # A pause for the proxy to take one piece before the next one comes.
@@ -188,7 +187,8 @@ async def of_all_nodes(names: Names) -> str:
     read = await asyncio.gather(*(asyncio.to_thread(_read, address) for address in addresses))
     texts = [text for text in read if text is not None]
     if not texts:
-        raise ApiError(_NOT_NOW)
+        message = "no node answers with its metrics; retry"
+        raise ApiError(ErrorInfo(503, message, code="metrics_unavailable"))
     return await asyncio.to_thread(page_of, texts, names)
 
 

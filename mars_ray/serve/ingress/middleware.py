@@ -10,8 +10,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
@@ -32,7 +31,7 @@ from mars_ray.serve.openai.sse import error_body, internal_error
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Turn, Used
 
 FILES = "/page"
-_DIRECTORY = Path(__file__).with_name("page")
+PAGE = Path(__file__).with_name("page")
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 # The page may use only its own files and this server; nothing may make HTML or scripts of text.
 _POLICY = (
@@ -44,15 +43,12 @@ _POLICY = (
 
 async def index_page() -> Response:
     """The page, which needs no key: it holds no data and asks for the key itself."""
-    text = (_DIRECTORY / "index.html").read_text("utf-8")
+    text = (PAGE / "index.html").read_text("utf-8")
     return HTMLResponse(text, headers=_HEADERS | {"Content-Security-Policy": _POLICY})
 
 
 class PageFiles(StaticFiles):
     """The scripts and styles, which browsers ask for anew: an update changes all or none."""
-
-    def __init__(self) -> None:
-        super().__init__(directory=_DIRECTORY)
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -76,25 +72,12 @@ _NOT_LOGGED = ("/", *_ALWAYS_OPEN)
 _LOGGED_IF_REFUSED = ("/v1/mars/status", FILES + "/")
 
 
+@dataclass(slots=True)
 class Gate:
-    """Lets requests in until it is closed for good, and counts those inside."""
+    """Lets requests in until it is closed for good; those inside are still served."""
 
-    def __init__(self) -> None:
-        self.inside = 0  # requests whose last byte has not been sent
-        self.is_open = True
-
-    def close(self) -> None:
-        """Refuse new requests from now on; those inside are still served."""
-        self.is_open = False
-
-    @contextmanager
-    def passed(self) -> Iterator[None]:
-        """Counts a request while it is inside."""
-        self.inside += 1
-        try:
-            yield
-        finally:
-            self.inside -= 1
+    is_open: bool = True
+    inside: int = 0  # requests whose last byte has not been sent
 
 
 class DrainMiddleware:
@@ -108,8 +91,11 @@ class DrainMiddleware:
         if scope["type"] != "http" or scope["path"] in _ALWAYS_OPEN:
             await self._app(scope, receive, send)
         elif self._gate.is_open:
-            with self._gate.passed():
+            self._gate.inside += 1
+            try:
                 await self._app(scope, receive, send)
+            finally:
+                self._gate.inside -= 1
         else:
             headers = {"Retry-After": str(_RETRY_AFTER_S)}
             refused = JSONResponse(error_body(_CLOSED), _CLOSED.status, headers)
@@ -140,8 +126,8 @@ class RequestLog:
     first_token_s: float | None = None
     total_s: float = 0.0
     prompt: Any = None
-    _is_settled: bool = False
-    _started: float = field(default_factory=time.monotonic)
+    is_settled: bool = False
+    started_s: float = field(default_factory=time.monotonic)
 
     def sent(self, request: GenerationRequest, *, with_prompt: bool) -> None:
         """Notes that the request was valid and goes to a replica."""
@@ -161,26 +147,18 @@ class RequestLog:
         if isinstance(message, ErrorInfo):
             self.ending = message.code
             if message.used is not None:
-                self.settle(message.used)
+                self.count(message.used, is_last=True)
             return
         if self.first_token_s is None:
             self.first_token_s = self._elapsed_s
         self.mode = message.mode or self.mode
-        self._count(message.used)
         # While an answer is unfinished, the client may still leave.
-        if message.ending is not None:
-            self.ending, self._is_settled = message.ending, True
+        self.ending = message.ending or self.ending
+        self.count(message.used, is_last=message.ending is not None)
 
-    @property
-    def is_settled(self) -> bool:
-        return self._is_settled
-
-    def settle(self, used: Used) -> None:
-        """Takes the replica's counts of the whole request."""
-        self._is_settled = True
-        self._count(used)
-
-    def _count(self, used: Used) -> None:
+    def count(self, used: Used, *, is_last: bool) -> None:
+        """Takes the replica's counts so far, or of the whole request."""
+        self.is_settled = is_last
         self.prompt_tokens, self.cached_tokens = used.prompt_tokens, used.cached_tokens
         self.completion_tokens = used.completion_tokens
         self.forwards, self.disagreed = used.forwards, used.disagreed
@@ -189,13 +167,14 @@ class RequestLog:
     def line(self) -> str:
         """All this as JSON, without empty fields."""
         self.total_s = self._elapsed_s
-        values = asdict(self).items()
-        shown = {name: v for name, v in values if v is not None and not name.startswith("_")}
+        values = asdict(self)
+        del values["is_settled"], values["started_s"]
+        shown = {name: value for name, value in values.items() if value is not None}
         return json.dumps({"time": datetime.now(UTC).isoformat()} | shown, ensure_ascii=False)
 
     @property
     def _elapsed_s(self) -> float:
-        return round(time.monotonic() - self._started, 4)
+        return round(time.monotonic() - self.started_s, 4)
 
 
 class LogMiddleware:
@@ -237,10 +216,6 @@ class LogMiddleware:
                 request_logger.info(log.line())
             if self._observe:
                 self._observe(log)
-
-
-def log_of(request: Request) -> RequestLog:
-    return request.state.log
 
 
 def write_to(path: str | None) -> None:

@@ -28,6 +28,10 @@ _OF_SERVE = (
 )
 
 
+# What uvicorn's `send` is a method of.
+_CYCLES = (httptools_impl.RequestResponseCycle, h11_impl.RequestResponseCycle)
+
+
 class SlowReaders:
     """ASGI middleware: ends a response of which nothing could be sent within the limit."""
 
@@ -49,17 +53,13 @@ class SlowReaders:
                 await asyncio.wait_for(send(message), limit_s)
             except TimeoutError:
                 logger.warning("a client has read nothing for %g s and is dropped", limit_s)
-                _hang_up(send)
+                # Closing the connection would first send what the client does not read.
+                cycle = getattr(send, "__self__", None)
+                if isinstance(cycle, _CYCLES):
+                    cycle.transport.abort()
                 raise
 
         await self._app(scope, receive, timed)
-
-
-def _hang_up(send: Send) -> None:
-    """Aborts the connection: closing it would first send what the client does not read."""
-    cycle = getattr(send, "__self__", None)
-    if isinstance(cycle, httptools_impl.RequestResponseCycle | h11_impl.RequestResponseCycle):
-        cycle.transport.abort()
 
 
 def middlewares() -> list[Middleware]:

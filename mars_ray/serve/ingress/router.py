@@ -29,28 +29,23 @@ ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 def prefix_blocks(prompt: Prompt) -> tuple[int, ...]:
     """Hashes of the prompt's whole blocks, each over the prompt up to the block's end."""
-    if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], int):
-        content, size = prompt, BLOCK_TOKENS
+    if isinstance(prompt, str):
+        content, size = prompt, BLOCK_CHARS
+    elif turns := [part for part in prompt if isinstance(part, Turn)]:
+        # The text of a longer conversation begins with that of a shorter one.
+        said = [
+            (turn.role, turn.content, *(f"{call.name} {call.arguments}" for call in turn.calls))
+            for turn in turns
+        ]
+        content, size = "".join(f"{part}\0" for parts in said for part in parts), BLOCK_CHARS
     else:
-        content, size = _text(prompt), BLOCK_CHARS
+        content, size = prompt, BLOCK_TOKENS
     chain = 0
     chains = []
     for number in range(min(len(content) // size, MAX_BLOCKS)):
         chain = hash((chain, content[number * size : (number + 1) * size]))
         chains.append(chain)
     return tuple(chains)
-
-
-def _text(prompt: Prompt) -> str:
-    """The prompt as a text; that of a longer conversation begins with that of a shorter one."""
-    if isinstance(prompt, str):
-        return prompt
-    turns = [part for part in prompt if isinstance(part, Turn)]
-    said = [
-        (turn.role, turn.content, *(f"{call.name} {call.arguments}" for call in turn.calls))
-        for turn in turns
-    ]
-    return "".join(f"{part}\0" for parts in said for part in parts)
 
 
 class PrefixTable(Generic[ReplicaT]):

@@ -85,11 +85,7 @@ _ROUTES = (
     _Route("/version", "The version of the service.", VersionReply, errors=(401, 503)),
     _Route("/v1/models", "The models served.", ModelsReply, errors=(401, 503)),
     _Route(
-        "/v1/models/{model}",
-        "One of them.",
-        ModelEntry,
-        errors=(401, 404, 503),
-        asks_model=True,
+        "/v1/models/{model}", "One of them.", ModelEntry, errors=(401, 404, 503), asks_model=True
     ),
     _Route("/v1/mars/status", "What they are doing.", MarsStatusReply, errors=(401, 503)),
     _Route(
@@ -181,9 +177,10 @@ def _responses(route: _Route) -> dict[str, Any]:
     content = text if route.reply is None else _json(route.reply)
     if route.chunk is not None:
         content = content | {"text/event-stream": {"schema": _event(route)}}
-    responses = {"200": {"description": route.summary, "content": content}}
+    responses: dict[str, Any] = {"200": {"description": route.summary, "content": content}}
     for status in sorted(route.errors):
-        responses[str(status)] = _error(status)
+        described = {"description": _ERRORS[status], "content": _json(ErrorReply)}
+        responses[str(status)] = described | ({"headers": _RETRY} if status in (429, 503) else {})
     if route.path in ("/readyz", "/health", "/ping"):
         responses["503"] = {"description": "Not yet, or no more.", "content": _json(StatusReply)}
     return responses
@@ -204,11 +201,6 @@ def _event(route: _Route) -> dict[str, Any]:
         data["description"] = "`[DONE]` comes last; if an error comes, it is the last."
         data["anyOf"] = [{"const": DONE_DATA}, written]
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
-
-
-def _error(status: int) -> dict[str, Any]:
-    described: dict[str, Any] = {"description": _ERRORS[status], "content": _json(ErrorReply)}
-    return described | ({"headers": _RETRY} if status in (429, 503) else {})
 
 
 def _json(model: type) -> dict[str, Any]:

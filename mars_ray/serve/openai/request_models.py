@@ -248,10 +248,7 @@ class ToolMessage(Wire):
         return Turn("tool", content, call_id=self.tool_call_id, name=self.name)
 
 
-ChatMessage = Annotated[
-    PlainMessage | AssistantMessage | ToolMessage,
-    Field(discriminator="role"),
-]
+ChatMessage = Annotated[PlainMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 Messages = Annotated[tuple[ChatMessage, ...], _FIRST, Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -312,10 +309,7 @@ class SchemaFormat(Wire):
     json_schema: NamedSchema
 
 
-ResponseFormat = Annotated[
-    AnyFormat | SchemaFormat,
-    Field(discriminator="type"),
-]
+ResponseFormat = Annotated[AnyFormat | SchemaFormat, Field(discriminator="type")]
 Token = Annotated[int, Field(ge=0)]
 Tokens = Annotated[tuple[Token, ...], _FIRST, Field(min_length=1)]
 _SEVERAL = Field(min_length=1, max_length=_MAX_PROMPTS)

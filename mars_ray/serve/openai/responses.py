@@ -44,7 +44,6 @@ from mars_ray.serve.protocol import (
     ToolCall,
 )
 
-LOGPROBS = "message.output_text.logprobs"
 _FIRST = Field(fail_fast=True)
 # Places of a chat and those here that set them, for errors that name one.
 _NAMES = {
@@ -299,12 +298,12 @@ def _explained(refusal: ErrorInfo, raw: bytes) -> ErrorInfo:
 
 
 def to_chat(body: ResponsesBody) -> ChatBody:
-    """The chat that a request is. Raises ApiError."""
+    """The chat that a request is. Raises ApiError, which names places of the chat (`renamed`)."""
     chat = body.model_dump(include=_OF_CHAT)
     chat["messages"] = _messages(body)
     chat["max_completion_tokens"] = body.max_output_tokens
     chat["reasoning_effort"] = body.reasoning and body.reasoning.effort
-    if body.top_logprobs or LOGPROBS in (body.include or ()):
+    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     match body.text and body.text.format:
         case PlainFormat(type=kind):
@@ -314,10 +313,7 @@ def to_chat(body: ResponsesBody) -> ChatBody:
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     chat |= _tools(body)
     given = {name: value for name, value in chat.items() if value is not None}
-    try:
-        return parse(ChatBody, json.dumps(given).encode())
-    except ApiError as error:
-        raise renamed(error, body) from error
+    return parse(ChatBody, json.dumps(given).encode())
 
 
 def renamed(error: ApiError, body: ResponsesBody) -> ApiError:
@@ -355,25 +351,15 @@ def _allowed(body: ResponsesBody) -> tuple[FunctionTool, ...]:
 def _tools(body: ResponsesBody) -> dict[str, Any]:
     choice, tools = body.tool_choice, _allowed(body)
     made: dict[str, Any] = {"tool_choice": choice}
-    match choice:
-        case ToolOfName():
-            function = {"name": choice.name}
-            made["tool_choice"] = {"type": "function", "function": function}
-        case AllowedTools():
-            missing = {tool.name for tool in choice.tools} - {tool.name for tool in tools}
-            if missing:
-                refuse("tool_choice", f"there is no tool {min(missing)!r} among 'tools'")
-            made["tool_choice"] = choice.mode
-        case _:
-            pass
+    if isinstance(choice, ToolOfName):
+        made["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif isinstance(choice, AllowedTools):
+        if missing := {tool.name for tool in choice.tools} - {tool.name for tool in tools}:
+            refuse("tool_choice", f"there is no tool {min(missing)!r} among 'tools'")
+        made["tool_choice"] = choice.mode
     if tools:
-        made["tools"] = [
-            {
-                "type": "function",
-                "function": tool.model_dump(exclude_none=True, exclude={"type"}),
-            }
-            for tool in tools
-        ]
+        dumped = (tool.model_dump(exclude_none=True, exclude={"type"}) for tool in tools)
+        made["tools"] = [{"type": "function", "function": function} for function in dumped]
     return made
 
 
@@ -391,31 +377,27 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
             result = {"tool_call_id": item.call_id, "content": _text(item.output)}
             messages.append({"role": "tool"} | result)
             answer = None
-        elif isinstance(item, MessageItem) and item.role != "assistant":
+            continue
+        if isinstance(item, MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _text(item.content)})
             answer = None
+            continue
+        if answer is None:
+            answer = {"role": "assistant"}
+            messages.append(answer)
+        if isinstance(item, MessageItem):
+            answer["content"] = answer.get("content", "") + _text(item.content)
+        elif isinstance(item, ReasoningItem):
+            answer["reasoning"] = answer.get("reasoning", "") + item.text
         else:
-            if answer is None:
-                answer = {"role": "assistant"}
-                messages.append(answer)
-            _add(answer, item)
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            answer.setdefault("tool_calls", []).append(call)
     for message in messages:
         # Thoughts that nothing follows, as of an answer that was cut off.
         if message["role"] == "assistant" and not message.keys() & {"content", "tool_calls"}:
             message["content"] = ""
     return messages
-
-
-def _add(answer: dict[str, Any], item: MessageItem | CallItem | ReasoningItem) -> None:
-    match item:
-        case MessageItem():
-            answer["content"] = answer.get("content", "") + _text(item.content)
-        case ReasoningItem():
-            answer["reasoning"] = answer.get("reasoning", "") + item.text
-        case CallItem():
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            answer.setdefault("tool_calls", []).append(call)
 
 
 Json = dict[str, Any]

@@ -120,12 +120,12 @@ class ReplyWriter:
             said.is_begun = True
             choices.append(choice)
         for call in delta.calls:
+            addition: dict[str, Any] = {"index": call.index}
             function = {"arguments": call.arguments}
-            addition: dict[str, Any] = {"index": call.index, "function": function}
-            if call.id is not None and call.name is not None:
+            if call.id is not None:  # it begins
+                addition |= {"id": call.id, "type": "function"}
                 function = {"name": call.name, "arguments": call.arguments}
-                head = {"index": call.index, "id": call.id, "type": "function"}
-                addition = {**head, "function": function}
+            addition["function"] = function
             choices.append({"delta": {"tool_calls": [addition]}, "logprobs": None})
         if finish and self._is_chat:
             # An empty answer without calls still has a text.
@@ -192,15 +192,9 @@ class ReplyWriter:
                     }
                     for call in answer.calls
                 ]
-            choice |= {
-                "message": message,
-                "logprobs": _chat_logprobs(shown),
-            }
+            choice |= {"message": message, "logprobs": _chat_logprobs(shown)}
         else:
-            choice |= {
-                "text": answer.text,
-                "logprobs": _text_logprobs(shown),
-            }
+            choice |= {"text": answer.text, "logprobs": _text_logprobs(shown)}
         choice["finish_reason"] = answer.finish.reason
         if self._form.by_step:
             choice["mars"] = {"forwards": answer.forwards}

@@ -5,13 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mars_ray.config.decode import Sampling
-from mars_ray.config.modes import (
-    ConfidenceMode,
-    ExactMode,
-    JacobiMode,
-    Mode,
-    VerifiedMode,
-)
+from mars_ray.config.modes import ConfidenceMode, ExactMode, JacobiMode, Mode, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.core.thresholds import Budget, Elastic, Quality
 from mars_ray.serve.openai.request_models import (
@@ -43,13 +37,7 @@ _MODES: dict[str, Mode] = {
 # OpenAI's default for completions; a chat's answer may use all the room left.
 _COMPLETION_TOKENS = 16
 # Fields that have the same name in `Sampling` and in a request.
-_SAME_NAME = (
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+_SAME_NAME = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def to_request(

@@ -133,7 +133,14 @@ class ChatFormat:
     ) -> tuple[int, ...]:
         """A prompt's tokens. Raises DataError and RequestError."""
         if isinstance(prompt, str):
-            return tuple(self._encoded(prompt, add_special_tokens))
+            tokens = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            begin = self._tokenizer.bos_token_id
+            if add_special_tokens and tokens[:2] == [begin, begin]:
+                # A conversation that a template has rendered begins with the token that the
+                # tokenizer adds, and gets no second one.
+                own = self._tokenizer.encode(prompt, add_special_tokens=False)
+                tokens = tokens[1:] if len(tokens) > len(own) else tokens
+            return tuple(tokens)
         turns = [part for part in prompt if isinstance(part, Turn)]
         if not turns:
             return tuple(part for part in prompt if isinstance(part, int))
@@ -145,16 +152,6 @@ class ChatFormat:
             said, definitions = self._as_text(said, definitions), ()
         plan = encoder.plan_prompt(said, definitions, options, is_answered=add_generation_prompt)
         return tuple(encoder.encode([plan])[0].input_ids.tolist())
-
-    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text. A conversation that a template has rendered begins with the token
-        that the tokenizer adds, and gets no second one."""
-        tokens = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        begin = self._tokenizer.bos_token_id
-        if not add_special_tokens or tokens[:2] != [begin, begin]:
-            return tokens
-        own = self._tokenizer.encode(text, add_special_tokens=False)
-        return tokens[1:] if len(tokens) > len(own) else tokens
 
     def grammar(self, request: GenerationRequest) -> str | None:
         """The grammar of the answers, if any text will not do. Raises RequestError for tools whose
@@ -402,32 +399,21 @@ def grammar_of(
         rules += _bodies(call.tools, form, vocabulary)
         answer.append("free" if is_free else "calls")
         if not is_free:
-            rules.append(f"calls: {_calls(call.tools, form, vocabulary)}")
+            begin, joint = vocabulary.terms(form.begin), vocabulary.terms(form.joint)
+            more = f" ({joint} {begin} body)*" if call.tools.is_parallel else ""
+            rules.append(f"calls: {begin} list" if form.is_list else f"calls: {begin} body{more}")
     rules.append(f"answer: {' | '.join(answer)}")
     if start in (None, "answer"):
         return "\n".join([*rules, "start: answer"])
-    return "\n".join([*rules, *_thoughts(start == "marked", vocabulary)])
-
-
-def _thoughts(is_marked: bool, vocabulary: Vocabulary) -> list[str]:
-    """Rules for the thoughts, and the answer behind them."""
     mark = vocabulary.terms(THINK)
-    return [
-        f"start: ({mark} thoughts GAP?)? answer"
-        if is_marked
-        else f"start: ({mark})? thoughts GAP? answer",
+    marked = f"({mark} thoughts GAP?)?" if start == "marked" else f"({mark})? thoughts GAP?"
+    rules += [
+        f"start: {marked} answer",
         vocabulary.text("thought", THINK, THINK_END, *MARKERS),
         vocabulary.until("thoughts", "thought", THINK_END),
         r"GAP: /[ \n]{1,4}/",
     ]
-
-
-def _calls(tools: Tools, form: ToolFormat, vocabulary: Vocabulary) -> str:
-    """Calls and nothing else."""
-    begin, joint = vocabulary.terms(form.begin), vocabulary.terms(form.joint)
-    if form.is_list:
-        return f"{begin} list"
-    return f"{begin} body ({joint} {begin} body)*" if tools.is_parallel else f"{begin} body"
+    return "\n".join(rules)
 
 
 def _bodies(tools: Tools, form: ToolFormat, vocabulary: Vocabulary) -> list[str]:

@@ -7,16 +7,13 @@ import logging
 import os
 import sys
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import EngineError, ModelError
-from mars_ray.model.places import adapter_name, local_adapter
 from mars_ray.serve.protocol import (
     ErrorInfo,
     GenerationRequest,
     Message,
-    Prepared,
     Tokenized,
     TokenizeRequest,
     Used,
@@ -24,52 +21,8 @@ from mars_ray.serve.protocol import (
 from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.threshold_actor import News, Setting, follow, swapped
 
-if TYPE_CHECKING:
-    from mars_ray.serve.replica.engine_client import EngineClient
-
 logger = logging.getLogger(__name__)
 
-
-class Adapters:
-    """Swaps adapters in two operations, `prepare` and `take`, so that all replicas of a service can
-    do the first before any does the second."""
-
-    def __init__(self, engine: "EngineClient", cache: str) -> None:
-        self._engine = engine
-        self._cache = cache
-        self._ready: tuple[str, str] | None = None  # place and name of the adapter made ready
-
-    async def prepare(self, place: str | None) -> Prepared:
-        """Makes an adapter ready, or returns the fault. Raises EngineError for a dead engine."""
-        try:
-            return Prepared(await self._loaded(place))
-        except ModelError as error:
-            return Prepared(error=str(error))
-
-    async def take(self, place: str | None) -> None:
-        """Puts the adapter in force from the engine's next step on, or none without a place.
-
-        Raises ModelError, and EngineError if the engine is dead.
-        """
-        ready, self._ready = self._ready, None
-        name = ready[1] if ready and ready[0] == place else await self._loaded(place)
-        self._ready = None
-        await self._engine.use_adapter(name)
-        logger.info("draft adapter: %s", name or "none")
-
-    async def _loaded(self, place: str | None) -> str | None:
-        """Loads the adapter into the engine; returns its name, or None without a place."""
-        if place is None:
-            return None
-        directory = await asyncio.to_thread(local_adapter, place, self._cache)
-        name = await asyncio.to_thread(adapter_name, place, directory)
-        await self._engine.load_adapter(name, directory)
-        self._ready = place, name
-        return name
-
-
-_EXPORT_S = 1.0
-_WATCHDOG_S = 0.5
 _STDERR = 2  # what `sys.stderr` is changes, and may be no file
 # Interval at which the fast loop checks this replica's queue.
 _CONTROL_S = 0.1
@@ -86,60 +39,53 @@ class Replica:
         # Only here, because who deploys a replica imports this module too, and needs no torch.
         from mars_ray.serve.replica.engine_client import running_engine
         from mars_ray.serve.replica.llm_server import LLMServer
-        from mars_ray.serve.replica.metrics import AnswerMetrics, EngineMetrics, replica_name
+        from mars_ray.serve.replica.metrics import ReplicaMetrics, replica_name
 
         sys.setswitchinterval(_SWITCH_S)
         self._swap = await swapped(job.name, setting.at_s)
         if self._swap:
             engine = job.engine.model_copy(update={"draft_adapter": self._swap.adapter})
             job = job.model_copy(update={"engine": engine})
-        running = await running_engine(job)
-        self._client = running.client
-        self._metrics = EngineMetrics(job.name)
+        self._client, tokenizer, warning = await running_engine(job)
+        self._metrics = ReplicaMetrics(job.name)
         self._engine = LLMServer(
-            running.client,
-            running.tokenizer,
-            job,
-            AnswerMetrics(job.name),
-            running.warning,
-            replica_name(),
+            self._client, tokenizer, job, self._metrics.answer, warning, replica_name()
         )
-        self._adapters = Adapters(running.client, job.model_cache)
         self._built_s = setting.at_s
-        self._exporting = asyncio.create_task(self._export_metrics_loop())
-        following = follow(job.name, setting, self._on_news, lambda: self._swap)
-        self._following = asyncio.create_task(following)
-        self._controlling = asyncio.create_task(self._control_loop())
-        self._exiting = asyncio.create_task(self._exit_with_engine())
-        self._watching = asyncio.create_task(self._watchdog(job.step_timeout_s))
+        loops = (
+            self._export_metrics_loop(),
+            follow(job.name, setting, self._on_news, lambda: self._swap),
+            self._control_loop(),
+            self._exit_with_engine(),
+            self._watchdog(job.step_timeout_s),
+        )
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Message, None]:
         """Yields the reply to a request; Serve cancels the iteration when the caller is gone."""
         return self._engine.generate(request)
 
     async def tokenize(self, asked: TokenizeRequest) -> Tokenized | ErrorInfo:
-        """A prompt's tokens."""
         return await self._engine.tokenize(asked)
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
-        """The text of tokens."""
         return await self._engine.detokenize(tokens)
 
     async def used(self, request_id: str) -> Used | None:
-        """The usage of a request whose end its ingress has not received."""
         return await self._engine.used(request_id)
 
     async def is_ready(self) -> bool:
-        """Whether a request sent now would be answered."""
         return await self._engine.is_ready()
 
     async def status(self) -> ReplicaStatus:
-        (status,) = await self._engine.status()
-        return status
+        return await self._engine.status()
 
-    async def prepare_adapter(self, place: str | None) -> Prepared:
-        """Makes a draft adapter ready, so that putting it in force cannot fail."""
-        return await self._adapters.prepare(place)
+    async def prepare_adapter(self, place: str | None) -> str | ErrorInfo | None:
+        """Makes a draft adapter ready, and returns its name, or the fault."""
+        try:
+            return await self._engine.prepare_adapter(place)
+        except ModelError as error:
+            return ErrorInfo(400, str(error))
 
     async def _on_news(self, news: News) -> None:
         # A dead engine needs no adapter, and the replica after it asks for its own.
@@ -149,7 +95,7 @@ class Replica:
             if swap is None or swap.built_s != self._built_s or swap == self._swap:
                 return
             try:
-                await self._adapters.take(swap.adapter)
+                await self._engine.take_adapter(swap.adapter)
                 self._swap = swap
             except ModelError:
                 # All replicas made it ready before the swap, so this one has started since.
@@ -165,7 +111,7 @@ class Replica:
         with contextlib.suppress(EngineError):
             while True:
                 self._metrics.engine(await self._engine.snapshot())
-                await asyncio.sleep(_EXPORT_S)
+                await asyncio.sleep(1.0)
 
     async def _exit_with_engine(self) -> None:
         """Exit when the engine ends, so that callers go elsewhere and Serve starts another replica.
@@ -186,7 +132,7 @@ class Replica:
         while True:
             # A thread of C, which ends the process also if no Python runs any more.
             faulthandler.dump_traceback_later(limit_s, exit=True, file=_STDERR)
-            await asyncio.sleep(min(_WATCHDOG_S, limit_s / 4))
+            await asyncio.sleep(min(0.5, limit_s / 4))
             try:
                 self._engine.check_health()
             except EngineError as error:

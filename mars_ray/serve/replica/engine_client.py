@@ -8,14 +8,12 @@ not in `serve/protocol.py`, because the ingress has neither torch nor an engine.
 """
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.autoscale.service_model import measured, warning, with_room
-from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import Mode
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.vllm import VllmConfig
@@ -41,9 +39,7 @@ class EngineClient(Protocol):
         gives that may come and go."""
         ...
 
-    def start(self) -> None:
-        """Start the engine."""
-        ...
+    def start(self) -> None: ...
 
     def stop(self) -> None:
         """Stop the engine; unfinished requests get an EngineError."""
@@ -102,62 +98,40 @@ class EngineClient(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """The client of an engine that runs, and what belongs to it."""
+async def running_engine(job: ServeJob) -> tuple[EngineClient, PreTrainedTokenizerBase, str | None]:
+    """The client of a job's one model, warmed up, its tokenizer, and what is wrong with the job's
+    size of a step. The first lines of this process's log say what runs here.
 
-    client: EngineClient
-    tokenizer: PreTrainedTokenizerBase
-    warning: str | None  # what is wrong with the job's size of a step
-
-
-async def running_engine(job: ServeJob) -> Running:
-    """The engine of a job's one model, warmed up. Raises ConfigError and ModelError."""
+    Raises ConfigError and ModelError.
+    """
     checkpoint = local_copy(Place(job.checkpoint, job.revision), job.model_cache)
-    if isinstance(job.engine, VllmConfig):
-        return await _vllm(job, job.engine, checkpoint)
-    return _in_process(job, job.engine, checkpoint)
-
-
-def _in_process(job: ServeJob, config: EngineConfig, checkpoint: Path) -> Running:
-    place, here = config.draft_adapter, with_room(config)
-    directory = local_adapter(place, job.model_cache) if place else None
-    if directory:
-        here = here.model_copy(update={"draft_adapter": str(directory)})
-    engine, tokenizer = load_engine(checkpoint, here)
-    if place and directory:
-        engine.adapter_name = adapter_name(place, directory)
-    assert engine.cost is not None, "the engine is not warmed up"
-    model = measured(job, engine.cost.table(config.max_batch, CONTEXT), engine.card.block_size)
-    engine.set_step_tokens(model.step_rows)
-    problem = warning(job, model)
-    _tell(job, str(engine.info), engine.config.context, engine.step_tokens, problem)
-    client = AsyncEngine(engine, checkpoint)
-    client.start()
-    return Running(client, tokenizer, problem)
-
-
-async def _vllm(job: ServeJob, config: VllmConfig, checkpoint: Path) -> Running:
-    # Only here, because other processes, and most replicas, have no vLLM.
-    from mars_ray.serve.replica.vllm_client import load_vllm
-
-    executor = "ray" if config.workers > 1 and job.gpus_per_replica else None
-    place = config.draft_adapter
-    if place:
+    config, adapter = job.engine, None
+    if place := config.draft_adapter:
         directory = local_adapter(place, job.model_cache)
+        adapter = adapter_name(place, directory)
         config = config.model_copy(update={"draft_adapter": str(directory)})
-    client, tokenizer = await load_vllm(checkpoint, config, executor)
-    if place and config.draft_adapter:
-        client.adapter_name = adapter_name(place, Path(config.draft_adapter))
-    seen = await client.snapshot()
-    problem = warning(job, measured(job, seen.step_cost, client.depths))
-    _tell(job, str(seen.info), client.facts.max_context, config.max_step_tokens, problem)
-    return Running(client, tokenizer, problem)
+    if isinstance(config, VllmConfig):
+        # Only here, because other processes, and most replicas, have no vLLM.
+        from mars_ray.serve.replica.vllm_client import load_vllm
 
-
-def _tell(job: ServeJob, info: str, context: int, step_tokens: int, problem: str | None) -> None:
-    """The first lines of this process's log state the engine that runs here."""
-    sizes = f"contexts of {context} tokens, steps of {step_tokens} rows"
+        executor = "ray" if config.workers > 1 and job.gpus_per_replica else None
+        client, tokenizer = await load_vllm(checkpoint, config, executor)
+        client.adapter_name = adapter
+        seen = await client.snapshot()
+        problem = warning(job, measured(job, seen.step_cost, client.depths))
+        info, context, rows = seen.info, client.facts.max_context, config.max_step_tokens
+    else:
+        engine, tokenizer = load_engine(checkpoint, with_room(config))
+        engine.adapter_name = adapter
+        assert engine.cost is not None, "the engine is not warmed up"
+        model = measured(job, engine.cost.table(config.max_batch, CONTEXT), engine.card.block_size)
+        engine.set_step_tokens(model.step_rows)
+        problem = warning(job, model)
+        info, context, rows = engine.info, engine.config.context, engine.step_tokens
+        client = AsyncEngine(engine, checkpoint)
+        client.start()
+    sizes = f"contexts of {context} tokens, steps of {rows} rows"
     print(f"{job.name}: {info}, {sizes}", flush=True)
     if problem:
         print(f"{job.name}: warning: {problem}", flush=True)
+    return client, tokenizer, problem

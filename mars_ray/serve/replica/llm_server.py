@@ -6,11 +6,11 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,15 +30,19 @@ from mars_ray.errors import (
     PromptTooLongError,
     RequestError,
 )
+from mars_ray.model.places import adapter_name, local_adapter
 from mars_ray.serve.openai.sse import internal_error
 from mars_ray.serve.protocol import (
     Envelope,
     ErrorInfo,
     GenerationRequest,
     Message,
+    Prompt,
+    Switches,
     Tokenized,
     TokenizeRequest,
     TokenText,
+    Tools,
     Turn,
     Used,
 )
@@ -50,12 +54,7 @@ from mars_ray.serve.replica.output_processor import (
     Writer,
     reply_writer,
 )
-from mars_ray.serve.replica.stats import (
-    Ending,
-    Observer,
-    ReplicaCounters,
-    count_tokens,
-)
+from mars_ray.serve.replica.stats import AnswerStats, Ending, ReplicaCounters, count_tokens
 from mars_ray.serve.status import ReplicaStatus
 
 logger = logging.getLogger(__name__)
@@ -68,57 +67,6 @@ _KEPT_USED = 1024
 _LONG_CHARS = 8192
 _SEEDS = 1 << 64
 _request_id = attrgetter("request_id")
-Made = TypeVar("Made")
-
-
-@dataclass(slots=True)
-class Admission:
-    """Counts answers. `shed` is the share to refuse of the requests that pin nothing."""
-
-    places: int
-    open: int = 0
-    shed: float = 0.0
-    _owed: float = 0.0  # accumulated fraction of a refusal
-
-    def refusal(self, request: GenerationRequest) -> ErrorInfo | None:
-        """The error for a request that is refused, else None."""
-        if self.open + request.choices > self.places:
-            message = f"{self.open} answers are being written or wait; try again later"
-            return ErrorInfo(429, message, code="too_many_requests", retry_after_s=_RETRY_AFTER_S)
-        if request.quality_class is None:
-            return None
-        # Evenly spread, not random: at a share of 0.3, three of any ten requests.
-        self._owed += self.shed
-        if self._owed < 1:
-            return None
-        self._owed -= 1
-        message = "the service is overloaded and refuses part of the requests; try again later"
-        return ErrorInfo(429, message, code="overloaded", retry_after_s=_RETRY_AFTER_S)
-
-
-class UsageOfEnded:
-    """The usage of the last requests that have ended here, for an ingress that asks afterwards:
-    where a client leaves, its ingress closes the request, which can then say nothing more."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, asyncio.Event] = {}
-        self._over: OrderedDict[str, Used] = OrderedDict()
-
-    def begin(self, request_id: str) -> None:
-        self._open[request_id] = asyncio.Event()
-
-    def end(self, request_id: str, used: Used) -> None:
-        """Note what the request has used in all."""
-        self._over[request_id] = used
-        if len(self._over) > _KEPT_USED:
-            self._over.popitem(last=False)
-        self._open.pop(request_id).set()
-
-    async def of(self, request_id: str) -> Used | None:
-        """The request's usage, as soon as it has ended; None if it has not been here."""
-        if ended := self._open.get(request_id):
-            await ended.wait()
-        return self._over.pop(request_id, None)
 
 
 class LLMServer:
@@ -129,11 +77,12 @@ class LLMServer:
         engine: EngineClient,
         tokenizer: PreTrainedTokenizerBase,
         job: ServeJob,
-        observer: Observer | None = None,
+        observe: Callable[[AnswerStats], None] | None = None,
         warning: str | None = None,
         name: str | None = None,
     ) -> None:
-        """`warning` is part of the status; `name` is the replica's, and part of what is used.
+        """`observe` is told of every answer at its end, whatever the ending; `warning` is part of
+        the status, `name` is the replica's.
 
         Raises ModelError if the model does not define how an answer ends, or if a parser of the job
         does not fit it.
@@ -147,11 +96,17 @@ class LLMServer:
         grammars = Grammars(tokenizer, facts.vocabulary, facts.stop_ids)
         self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(grammars.compiled)
         self._chat = ChatFormat(tokenizer, grammars, job.tool_parser, job.reasoning_parser)
-        self._counters = ReplicaCounters(job, observer)
+        self._counters = ReplicaCounters(job, observe)
         self._local = LocalLoop(job.scaling, SetPoint(job.set_point))
-        self._usage = UsageOfEnded()
         self._threshold: float | None = None  # last one set on the engine
-        self._admission = Admission(facts.max_batch + job.limits.waiting_requests)
+        self._adapter: tuple[str, str] | None = None  # place and name of the one made ready
+        self._places = facts.max_batch + job.limits.waiting_requests
+        self.open_answers = 0
+        self._refusals_owed = 0.0  # a fraction of one
+        # Requests that are answered, and the usage of the last ones that have ended: where a client
+        # leaves, its ingress closes the request, which can then say nothing more, and asks.
+        self._ended: dict[str, asyncio.Event] = {}
+        self._usage: OrderedDict[str, Used] = OrderedDict()
 
     def start(self) -> None:
         self._engine.start()
@@ -175,7 +130,7 @@ class LLMServer:
         seen = await self._engine.snapshot()
         return replace(seen, discarded_tokens=seen.discarded_tokens + self._counters.discarded)
 
-    async def status(self) -> tuple[ReplicaStatus]:
+    async def status(self) -> ReplicaStatus:
         """The current status of this engine. Raises EngineError if it is dead."""
         status = self._counters.live.status(
             self._job,
@@ -183,15 +138,12 @@ class LLMServer:
             time.monotonic(),
             in_default_mode=self._engine.can_decode(self._job.mode),
         )
-        return (replace(status, warning=self._warning),)
-
-    async def decided(self) -> None:
-        """Always None: no policy controls a single engine."""
+        return replace(status, warning=self._warning)
 
     async def report(self) -> dict[str, float]:
         """The numbers that Ray Serve carries to the autoscaling policy; thresholds are those of the
         mode of requests that name none. Raises EngineError if the engine is dead."""
-        seen, tally = await self.snapshot(), self._counters.tally
+        seen, counts = await self.snapshot(), self._counters
         totals, measured = seen.totals, seen.by_mode.get(self._job.mode.type)
         of_mode: dict[str, Any] = {}
         if measured and measured.forwards:
@@ -202,14 +154,14 @@ class LLMServer:
             waiting=seen.waiting,
             threshold=seen.set_point,
             step_cost=seen.step_cost,
-            arrived=tally.quality_class.total() - tally.refused,
-            refused=tally.refused,
-            finished=tally.finished,
-            output_tokens=tally.output_tokens,
-            quality_class=dict(tally.quality_class),
-            started=dict(tally.started),
-            slow=dict(tally.slow),
-            late=dict(tally.late),
+            arrived=counts.quality_class.total() - counts.refused,
+            refused=counts.refused,
+            finished=counts.finished,
+            output_tokens=counts.output_tokens,
+            quality_class=dict(counts.quality_class),
+            started=dict(counts.started),
+            slow=dict(counts.slow),
+            late=dict(counts.late),
             prompts=totals.prompts,
             prompt_tokens=totals.prompt_tokens,
             steps=totals.steps,
@@ -225,33 +177,69 @@ class LLMServer:
         """Puts this set-point in force, below whose threshold the engine may go when its own queue
         is too long. Raises EngineError if the engine is dead."""
         self._local.set_point = set_point
-        self._admission.shed = set_point.shed
         await self.steer()
 
     async def steer(self) -> None:
         """Sets the threshold by this engine's own queue. Raises EngineError if it is dead."""
-        arrived = self._counters.tally.quality_class.total()
-        threshold = self._local.tick(self._admission.open, arrived, time.monotonic())
+        arrived = self._counters.quality_class.total()
+        threshold = self._local.tick(self.open_answers, arrived, time.monotonic())
         if threshold != self._threshold:
             self._threshold = threshold
             await self._engine.set_threshold(threshold)
 
-    @property
-    def open_answers(self) -> int:
-        return self._admission.open
+    async def prepare_adapter(self, place: str | None) -> str | None:
+        """Makes a draft adapter ready, so that taking it cannot fail; returns its name, or None
+        without a place.
+
+        Raises ModelError, and EngineError if the engine is dead.
+        """
+        if place is None:
+            return None
+        directory = await asyncio.to_thread(local_adapter, place, self._job.model_cache)
+        name = await asyncio.to_thread(adapter_name, place, directory)
+        await self._engine.load_adapter(name, directory)
+        self._adapter = place, name
+        return name
+
+    async def take_adapter(self, place: str | None) -> None:
+        """Puts the adapter in force from the engine's next step on, or none without a place.
+
+        Raises as `prepare_adapter`.
+        """
+        ready, self._adapter = self._adapter, None
+        name = ready[1] if ready and ready[0] == place else await self.prepare_adapter(place)
+        self._adapter = None
+        await self._engine.use_adapter(name)
+        logger.info("draft adapter: %s", name or "none")
+
+    def refusal(self, request: GenerationRequest) -> ErrorInfo | None:
+        """The 429 for a request that finds the queue full, or that is among the share of those that
+        pin nothing which the policy has refused."""
+        if self.open_answers + request.choices > self._places:
+            message = f"{self.open_answers} answers are being written or wait; try again later"
+            return ErrorInfo(429, message, code="too_many_requests", retry_after_s=_RETRY_AFTER_S)
+        if request.quality_class is None:
+            return None
+        # Evenly spread, not random: at a share of 0.3, three of any ten requests.
+        self._refusals_owed += self._local.set_point.shed
+        if self._refusals_owed < 1:
+            return None
+        self._refusals_owed -= 1
+        message = "the service is overloaded and refuses part of the requests; try again later"
+        return ErrorInfo(429, message, code="overloaded", retry_after_s=_RETRY_AFTER_S)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Message, None]:
         """Yields the reply as engine steps add to it, or an error as the last message.
 
         Closing the generator frees the request's places in the engine.
         """
-        if refusal := self._admission.refusal(request):
-            self._counters.tally.offered(request, refused=True)
+        if refusal := self.refusal(request):
+            self._counters.offered(request, refused=True)
             yield replace(refusal, used=Used(replica=self._name))
             return
-        self._usage.begin(request.id)
-        self._admission.open += request.choices
-        self._counters.tally.offered(request)
+        self._ended[request.id] = asyncio.Event()
+        self.open_answers += request.choices
+        self._counters.offered(request)
         is_by_step = request.reply.by_step
         answers: dict[str, OutputProcessor] = {}
         unread: deque[list[TokenEvent]] = deque()
@@ -272,7 +260,7 @@ class LLMServer:
                     while unread:
                         some = unread.popleft()
                         answer = answers[some[0].request_id]
-                        was_over = answer.is_over
+                        was_over = answer.stats.is_over
                         text += answer.process(some)
                         if answer.finish and not was_over:
                             finish = answer.finish
@@ -297,34 +285,36 @@ class LLMServer:
                 answer.end("refused" if is_refused and is_unbegun else ending)
             if text:
                 yield Envelope(text, self._used(answers))
-            yield replace(_error_info(request, error), used=self._used(answers))
+            fault = _error_info(request.prompts[0], request.id, error)
+            yield replace(fault, used=self._used(answers))
         finally:
-            self._admission.open -= request.choices
+            self.open_answers -= request.choices
             self._counters.discarded += sum(map(count_tokens, unread))
             for answer in answers.values():
                 answer.end("abort")
-            self._usage.end(request.id, self._used(answers))
+            self._usage[request.id] = self._used(answers)
+            if len(self._usage) > _KEPT_USED:
+                self._usage.popitem(last=False)
+            self._ended.pop(request.id).set()
 
     async def used(self, request_id: str) -> Used | None:
-        """The usage of a request whose client has left; None if it has not been here."""
-        return await self._usage.of(request_id)
+        """The usage of a request, as soon as it has ended; None if it has not been here."""
+        if ended := self._ended.get(request_id):
+            await ended.wait()
+        return self._usage.pop(request_id, None)
 
     async def tokenize(self, asked: TokenizeRequest) -> Tokenized | ErrorInfo:
         """A prompt's tokens as for a request; text of a message never becomes a special token."""
-        encode = partial(
-            self._chat.encode,
-            asked.prompt,
-            asked.tools,
-            asked.switches,
-            add_special_tokens=asked.add_special_tokens,
-            add_generation_prompt=asked.add_generation_prompt,
-        )
         try:
-            tokens = await _encoded(encode, asked.prompt, asked.tools)
-        except RequestError as error:
-            return ErrorInfo(400, str(error), param=error.field, code="invalid_value")
-        except (DataError, ModelError) as error:
-            return ErrorInfo(400, str(error), param="messages", code="invalid_value")
+            (tokens,) = await self._encoded(
+                (asked.prompt,),
+                asked.tools,
+                asked.switches,
+                add_special_tokens=asked.add_special_tokens,
+                add_generation_prompt=asked.add_generation_prompt,
+            )
+        except (RequestError, DataError, ModelError) as error:
+            return _error_info(asked.prompt, "", error)
         strings = None
         if asked.with_strings:
             strings = tuple(self._tokenizer.convert_ids_to_tokens(list(tokens)))
@@ -349,19 +339,12 @@ class LLMServer:
         if request.tools is not None or request.schema is not None:
             # In a thread, to not block the event loop.
             grammar = await asyncio.to_thread(self._grammar, request)
-
-        def encode() -> list[tuple[int, ...]]:
-            return [
-                self._chat.encode(
-                    prompt,
-                    request.tools,
-                    request.switches,
-                    add_special_tokens=request.add_special_tokens,
-                )
-                for prompt in request.prompts
-            ]
-
-        prompts = await _encoded(encode, request.prompts, request.tools)
+        prompts = await self._encoded(
+            request.prompts,
+            request.tools,
+            request.switches,
+            add_special_tokens=request.add_special_tokens,
+        )
         mode, quality = request.mode, request.quality
         if request.is_mode_open and not self._engine.can_decode(mode):
             mode, quality = ExactMode(), None
@@ -394,6 +377,21 @@ class LLMServer:
             for number, prompt in enumerate(prompts)
             for copy, seed in enumerate(seeds)
         ]
+
+    async def _encoded(
+        self, prompts: Sequence[Prompt], tools: Tools | None, switches: Switches, **options: bool
+    ) -> list[tuple[int, ...]]:
+        """The tokens of prompts, in a thread if they are long; `options` as of `ChatFormat.encode`.
+
+        Raises as that does.
+        """
+
+        def encode() -> list[tuple[int, ...]]:
+            return [self._chat.encode(prompt, tools, switches, **options) for prompt in prompts]
+
+        if len(repr((prompts, tools))) > _LONG_CHARS:
+            return await asyncio.to_thread(encode)
+        return encode()
 
     def _grammar(self, request: GenerationRequest) -> CompiledGrammar | None:
         text = self._chat.grammar(request)
@@ -443,34 +441,23 @@ class LLMServer:
         return TokenText(raw.decode("utf-8", "replace"), tuple(raw), logprob)
 
 
-async def _encoded(encode: Callable[[], Made], *texts: object) -> Made:
-    """The result of `encode`, which runs in a thread if the texts are long."""
-    if len(repr(texts)) > _LONG_CHARS:
-        return await asyncio.to_thread(encode)
-    return encode()
-
-
-def _error_info(request: GenerationRequest, error: Exception) -> ErrorInfo:
+def _error_info(prompt: Prompt, request_id: str, error: Exception) -> ErrorInfo:
     """The error for the client; internal faults are logged."""
+    is_chat = isinstance(prompt, tuple) and isinstance(prompt[0], Turn)
+    own = "messages" if is_chat else "prompt"  # the field that held the prompt
     match error:
         case PromptTooLongError():
-            return ErrorInfo(400, str(error), _prompt_param(request), "context_length_exceeded")
+            return ErrorInfo(400, str(error), own, "context_length_exceeded")
         case RequestError(field=field):
-            param = _prompt_param(request) if field == "messages" else field
+            param = own if field == "messages" else field
             return ErrorInfo(400, str(error), param, "invalid_value")
         case DataError() | ModelError():  # also of a model without a chat template
-            return ErrorInfo(400, str(error), _prompt_param(request), "invalid_value")
+            return ErrorInfo(400, str(error), own, "invalid_value")
         case DeadlineError():
             return ErrorInfo(408, str(error), "timeout_s", "deadline_exceeded")
         case PoisonError():
-            return internal_error(request.id)
+            return internal_error(request_id)
         case EngineError():
             return ErrorInfo(503, str(error), code="engine_error", retry_after_s=_RETRY_AFTER_S)
-    logger.error("request %s failed", request.id, exc_info=error)
-    return internal_error(request.id)
-
-
-def _prompt_param(request: GenerationRequest) -> str:
-    """The field of the request that held the prompt."""
-    is_chat = isinstance(request.prompts[0], tuple) and isinstance(request.prompts[0][0], Turn)
-    return "messages" if is_chat else "prompt"
+    logger.error("request %s failed", request_id, exc_info=error)
+    return internal_error(request_id)

@@ -17,15 +17,66 @@ from mars_ray.serve.replica.stats import AnswerStats
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120]
 _TOKENS = [1.0, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000]
 _PER_FORWARD = [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16]
-# Ray's annotation allows only one tag, its code any number.
-_MODEL: Any = ("model_name",)
-_MODE: Any = (*_MODEL, "mode")
-_SOURCE: Any = (*_MODEL, "source")
-_ADAPTER: Any = (*_MODEL, "adapter")
-_CLASS: Any = (*_MODEL, "quality_class")
-_MODE_AND_REASON: Any = (*_MODE, "finished_reason")
-_MODE_AND_THRESHOLD: Any = (*_MODE, "threshold")
-_MODE_AND_POSITION: Any = (*_MODE, "position")
+# Name, description, and tags besides the model's name.
+_COUNTERS = (
+    ("mars_request_success", "Answers by how they ended.", "mode", "finished_reason"),
+    ("mars_prompt_tokens", "Tokens of prompts."),
+    ("mars_generation_tokens", "Tokens written.", "mode"),
+    ("mars_forwards", "Forwards that wrote tokens.", "mode"),
+    ("mars_disagreed_tokens", "Tokens that AR decoding would not have chosen.", "mode"),
+    (
+        "mars_degraded_requests",
+        "Answers for which the threshold was lowered below the set-point at rest.",
+        "mode",
+    ),
+    ("mars_late_requests", "Answers beyond a limit of the SLO.", "quality_class"),
+    ("mars_engine_tokens", "Tokens that the engine wrote, discarded ones too."),
+    ("mars_discarded_tokens", "Tokens written behind the end of an answer."),
+    ("mars_num_preemptions", "Sequences sent back to wait."),
+    ("mars_prefix_cache_queries", "Tokens of admitted sequences."),
+    ("mars_prefix_cache_hits", "Tokens of admitted sequences that were in the cache."),
+    (
+        "mars_spec_decode_num_accepted_tokens_per_pos",
+        "Tokens that steps committed beyond their first, by place.",
+        "mode",
+        "position",
+    ),
+    ("mars_draft_tokens", "Drafts that were checked, by what proposed them.", "source"),
+    ("mars_accepted_draft_tokens", "Drafts that were accepted, by what proposed them.", "source"),
+    ("mars_checked_tokens", "Tokens seen again by a row of their own.", "mode"),
+)
+_GAUGES = (
+    ("mars_num_requests_running", "Sequences in the batch."),
+    ("mars_num_requests_waiting", "Sequences that wait for room."),
+    ("mars_kv_cache_usage_perc", "Share of the pages in use, 0 to 1."),
+    ("mars_window", "Masks per forward, mean over the batch, 0 when idle."),
+    (
+        "mars_counterfactual_tokens_per_forward",
+        "T/F that this threshold would have given on the same traffic.",
+        "mode",
+        "threshold",
+    ),
+    ("mars_threshold", "Threshold in force for requests that tolerate any and pin none."),
+    (
+        "mars_draft_adapter_info",
+        "1 for the draft adapter in force, 0 for those that were.",
+        "adapter",
+    ),
+)
+# All by mode.
+_HISTOGRAMS = {
+    "mars_time_to_first_token_seconds": _SECONDS,
+    "mars_inter_token_latency_seconds": _SECONDS,
+    "mars_request_queue_time_seconds": _SECONDS,
+    "mars_request_prefill_time_seconds": _SECONDS,
+    "mars_request_decode_time_seconds": _SECONDS,
+    "mars_request_time_per_output_token_seconds": _SECONDS,
+    "mars_e2e_request_latency_seconds": _SECONDS,
+    "mars_request_prompt_tokens": _TOKENS,
+    "mars_request_generation_tokens": _TOKENS,
+    "mars_request_max_num_generation_tokens": _TOKENS,
+    "mars_tokens_per_forward": _PER_FORWARD,
+}
 
 
 def replica_name() -> str:
@@ -33,179 +84,104 @@ def replica_name() -> str:
     return serve.get_replica_context().replica_tag
 
 
-class AnswerMetrics:
-    """An observer of answers."""
+class ReplicaMetrics:
+    """Told of each answer at its end, and now and then of the engine."""
 
     def __init__(self, model_name: str) -> None:
-        self._requests = Counter(
-            "mars_request_success", "Answers by how they ended.", _MODE_AND_REASON
-        )
-        self._prompt_tokens = Counter("mars_prompt_tokens", "Tokens of prompts.", _MODEL)
-        self._generation_tokens = Counter("mars_generation_tokens", "Tokens written.", _MODE)
-        self._forwards = Counter("mars_forwards", "Forwards that wrote tokens.", _MODE)
-        self._disagreed = Counter(
-            "mars_disagreed_tokens", "Tokens that AR decoding would not have chosen.", _MODE
-        )
-        self._degraded = Counter(
-            "mars_degraded_requests",
-            "Answers for which the threshold was lowered below the set-point at rest.",
-            _MODE,
-        )
-        self._late = Counter("mars_late_requests", "Answers beyond a limit of the SLO.", _CLASS)
-        self._first_token = _histogram("mars_time_to_first_token_seconds", _SECONDS)
-        self._inter_token = _histogram("mars_inter_token_latency_seconds", _SECONDS)
-        self._queue = _histogram("mars_request_queue_time_seconds", _SECONDS)
-        self._prefill = _histogram("mars_request_prefill_time_seconds", _SECONDS)
-        self._decode = _histogram("mars_request_decode_time_seconds", _SECONDS)
-        self._per_token = _histogram("mars_request_time_per_output_token_seconds", _SECONDS)
-        self._latency = _histogram("mars_e2e_request_latency_seconds", _SECONDS)
-        self._prompts = _histogram("mars_request_prompt_tokens", _TOKENS)
-        self._lengths = _histogram("mars_request_generation_tokens", _TOKENS)
-        self._longest = _histogram("mars_request_max_num_generation_tokens", _TOKENS)
-        self._per_forward = _histogram("mars_tokens_per_forward", _PER_FORWARD)
-        _name_model(self, model_name)
+        self.by_name: dict[str, Any] = {}
+        tags: Any  # Ray's annotation allows only one, its code any number
+        for kind, declared in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
+            for name, text, *more in declared:
+                tags = ("model_name", *more)
+                self.by_name[name] = kind(name, text, tags)
+        tags = ("model_name", "mode")
+        for name, boundaries in _HISTOGRAMS.items():
+            self.by_name[name] = Histogram(name, name.replace("_", " "), boundaries, tags)
+        for metric in self.by_name.values():
+            metric.set_default_tags({"model_name": model_name})
+        self._adapter: str | None = None
+        # Exported so far of an engine's counts, by name and tags.
+        self._exported: Tally[tuple[str, ...]] = Tally()
 
     def answer(self, seen: AnswerStats) -> None:
-        mode = {"mode": seen.mode}
-        self._requests.inc(tags=mode | {"finished_reason": seen.ending})
+        """Counts an answer that is over."""
+
+        def observe(name: str, value: float) -> None:
+            self.by_name[name].observe(value, {"mode": seen.mode})
+
+        mode = seen.mode
+        self._count("mars_request_success", 1, mode=mode, finished_reason=seen.ending)
         if seen.ending == "refused":
             return
-        _add(self._prompt_tokens, seen.prompt_tokens)
-        _add(self._generation_tokens, seen.completion_tokens, mode)
-        _add(self._forwards, seen.forwards, mode)
-        _add(self._disagreed, seen.disagreed, mode)
-        _add(self._degraded, seen.degraded, mode)
-        _add(self._late, seen.strain > 1, {"quality_class": seen.quality_class})
+        self._count("mars_prompt_tokens", seen.prompt_tokens)
+        self._count("mars_generation_tokens", seen.completion_tokens, mode=mode)
+        self._count("mars_forwards", seen.forwards, mode=mode)
+        self._count("mars_disagreed_tokens", seen.disagreed, mode=mode)
+        self._count("mars_degraded_requests", seen.degraded, mode=mode)
+        self._count("mars_late_requests", seen.strain > 1, quality_class=seen.quality_class)
         if seen.prompt_tokens:
-            self._prompts.observe(seen.prompt_tokens, mode)
+            observe("mars_request_prompt_tokens", seen.prompt_tokens)
         if seen.forwards:
-            self._lengths.observe(seen.completion_tokens, mode)
-            self._per_forward.observe(seen.completion_tokens / seen.forwards, mode)
+            observe("mars_request_generation_tokens", seen.completion_tokens)
+            observe("mars_tokens_per_forward", seen.completion_tokens / seen.forwards)
         if seen.longest_tokens:
-            self._longest.observe(seen.longest_tokens, mode)
-        self._latency.observe(seen.total_s, mode)
+            observe("mars_request_max_num_generation_tokens", seen.longest_tokens)
+        observe("mars_e2e_request_latency_seconds", seen.total_s)
         for seconds, tokens in seen.gaps:
-            self._inter_token.observe(seconds / tokens, mode)
+            observe("mars_inter_token_latency_seconds", seconds / tokens)
         if seen.first_token_s is None:
             return
-        self._first_token.observe(seen.first_token_s, mode)
-        self._decode.observe(seen.total_s - seen.first_token_s, mode)
+        observe("mars_time_to_first_token_seconds", seen.first_token_s)
+        observe("mars_request_decode_time_seconds", seen.total_s - seen.first_token_s)
         if seen.completion_tokens > 1:
-            self._per_token.observe(seen.time_per_token_s, mode)
+            observe("mars_request_time_per_output_token_seconds", seen.time_per_token_s)
         if seen.queue_s is not None:
-            self._queue.observe(seen.queue_s, mode)
-            self._prefill.observe(max(0.0, seen.first_token_s - seen.queue_s), mode)
-
-
-class EngineMetrics:
-    """An engine's metrics: call `engine` now and then with a new snapshot."""
-
-    def __init__(self, model_name: str) -> None:
-        self._written = Counter(
-            "mars_engine_tokens", "Tokens that the engine wrote, discarded ones too.", _MODEL
-        )
-        self._discarded = Counter(
-            "mars_discarded_tokens", "Tokens written behind the end of an answer.", _MODEL
-        )
-        self._running = Gauge("mars_num_requests_running", "Sequences in the batch.", _MODEL)
-        self._waiting = Gauge("mars_num_requests_waiting", "Sequences that wait for room.", _MODEL)
-        self._cache = Gauge(
-            "mars_kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", _MODEL
-        )
-        self._window = Gauge(
-            "mars_window", "Masks per forward, mean over the batch, 0 when idle.", _MODEL
-        )
-        self._preemptions = Counter("mars_num_preemptions", "Sequences sent back to wait.", _MODEL)
-        self._prefix_queries = Counter(
-            "mars_prefix_cache_queries", "Tokens of admitted sequences.", _MODEL
-        )
-        self._prefix_hits = Counter(
-            "mars_prefix_cache_hits", "Tokens of admitted sequences that were in the cache.", _MODEL
-        )
-        self._counterfactual = Gauge(
-            "mars_counterfactual_tokens_per_forward",
-            "T/F that this threshold would have given on the same traffic.",
-            _MODE_AND_THRESHOLD,
-        )
-        self._threshold = Gauge(
-            "mars_threshold",
-            "Threshold in force for requests that tolerate any and pin none.",
-            _MODEL,
-        )
-        self._adapter = Gauge(
-            "mars_draft_adapter_info",
-            "1 for the draft adapter in force, 0 for those that were.",
-            _ADAPTER,
-        )
-        self._accepted = Counter(
-            "mars_spec_decode_num_accepted_tokens_per_pos",
-            "Tokens that steps committed beyond their first, by place.",
-            _MODE_AND_POSITION,
-        )
-        self._drafts = Counter(
-            "mars_draft_tokens", "Drafts that were checked, by what proposed them.", _SOURCE
-        )
-        self._accepted_drafts = Counter(
-            "mars_accepted_draft_tokens",
-            "Drafts that were accepted, by what proposed them.",
-            _SOURCE,
-        )
-        self._checked = Counter(
-            "mars_checked_tokens", "Tokens seen again by a row of their own.", _MODE
-        )
-        _name_model(self, model_name)
-        self._adapter_exported: str | None = None
-        # Exported so far, by counter and tag values.
-        self._exported: Tally[tuple[Any, ...]] = Tally()
+            observe("mars_request_queue_time_seconds", seen.queue_s)
+            prefill_s = max(0.0, seen.first_token_s - seen.queue_s)
+            observe("mars_request_prefill_time_seconds", prefill_s)
 
     def engine(self, seen: Snapshot) -> None:
         """Sets the gauges, and adds what was counted since the last snapshot."""
-        self._running.set(seen.running)
-        self._waiting.set(seen.waiting)
-        self._cache.set(seen.cache_share)
-        self._threshold.set(seen.set_point)
-        self._window.set(sum(seen.windows) / max(1, len(seen.windows)))
-        if seen.adapter != self._adapter_exported:
-            for name, value in ((self._adapter_exported, 0), (seen.adapter, 1)):
+        self._set("mars_num_requests_running", seen.running)
+        self._set("mars_num_requests_waiting", seen.waiting)
+        self._set("mars_kv_cache_usage_perc", seen.cache_share)
+        self._set("mars_threshold", seen.set_point)
+        self._set("mars_window", sum(seen.windows) / max(1, len(seen.windows)))
+        if seen.adapter != self._adapter:
+            for name, value in ((self._adapter, 0), (seen.adapter, 1)):
                 if name is not None:
-                    self._adapter.set(value, {"adapter": name})
-            self._adapter_exported = seen.adapter
-        self._since(seen.preemptions, self._preemptions)
-        self._since(seen.totals.output_tokens, self._written)
-        self._since(seen.discarded_tokens, self._discarded)
-        self._since(seen.prefix_queries, self._prefix_queries)
-        self._since(seen.prefix_hits, self._prefix_hits)
+                    self._set("mars_draft_adapter_info", value, adapter=name)
+            self._adapter = seen.adapter
         totals = seen.totals
-        self._since(totals.mask_drafts, self._drafts, {"source": "masks"})
-        self._since(totals.ngram_drafts, self._drafts, {"source": "ngram"})
-        self._since(totals.mask_accepted, self._accepted_drafts, {"source": "masks"})
-        self._since(totals.ngram_accepted, self._accepted_drafts, {"source": "ngram"})
+        self._since("mars_num_preemptions", seen.preemptions)
+        self._since("mars_engine_tokens", totals.output_tokens)
+        self._since("mars_discarded_tokens", seen.discarded_tokens)
+        self._since("mars_prefix_cache_queries", seen.prefix_queries)
+        self._since("mars_prefix_cache_hits", seen.prefix_hits)
+        self._since("mars_draft_tokens", totals.mask_drafts, source="masks")
+        self._since("mars_draft_tokens", totals.ngram_drafts, source="ngram")
+        self._since("mars_accepted_draft_tokens", totals.mask_accepted, source="masks")
+        self._since("mars_accepted_draft_tokens", totals.ngram_accepted, source="ngram")
         for mode, measures in seen.by_mode.items():
-            self._since(measures.checked, self._checked, {"mode": mode})
+            self._since("mars_checked_tokens", measures.checked, mode=mode)
             for threshold, value in measures.tokens_per_forward().items():
-                self._counterfactual.set(value, {"mode": mode, "threshold": f"{threshold:g}"})
+                name = "mars_counterfactual_tokens_per_forward"
+                self._set(name, value, mode=mode, threshold=f"{threshold:g}")
         for mode, counts in seen.accepted_at.items():
             for place, count in enumerate(counts):
-                tags = {"mode": mode, "position": str(place)}
-                self._since(count, self._accepted, tags)
+                name = "mars_spec_decode_num_accepted_tokens_per_pos"
+                self._since(name, count, mode=mode, position=str(place))
 
-    def _since(self, count: int, counter: Counter, tags: dict[str, str] | None = None) -> None:
-        """Adds the increase since the last snapshot."""
-        series = (counter, *(tags or {}).values())
-        _add(counter, count - self._exported[series], tags)
+    def _set(self, name: str, value: float, **tags: str) -> None:
+        self.by_name[name].set(value, tags)
+
+    def _count(self, name: str, count: int, **tags: str) -> None:
+        # Ray refuses an increment of zero.
+        if count > 0:
+            self.by_name[name].inc(count, tags)
+
+    def _since(self, name: str, count: int, **tags: str) -> None:
+        """Counts the increase since the last snapshot."""
+        series = name, *tags.values()
+        self._count(name, count - self._exported[series], **tags)
         self._exported[series] = count
-
-
-def _name_model(metrics: object, model_name: str) -> None:
-    for metric in vars(metrics).values():
-        metric.set_default_tags({"model_name": model_name})
-
-
-def _histogram(name: str, boundaries: list[float]) -> Histogram:
-    return Histogram(name, name.replace("_", " "), boundaries, _MODE)
-
-
-def _add(counter: Counter, count: int, tags: dict[str, str] | None = None) -> None:
-    # Ray refuses an increment of zero.
-    if count > 0:
-        counter.inc(count, tags or {})

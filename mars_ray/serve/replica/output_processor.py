@@ -4,11 +4,10 @@ A character may need several tokens, so text is held back until its characters a
 cannot be the beginning of a stop string.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import itemgetter
 
+import regex
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -28,14 +27,13 @@ from mars_ray.serve.protocol import (
 from mars_ray.serve.replica.parsers import ReasoningReader, ToolCallReader
 from mars_ray.serve.replica.stats import AnswerStats, Ending, ReplicaCounters, count_tokens
 
-_BYTE_TOKEN = re.compile(r"^<0x([0-9A-F]{2})>$")
+_BYTE_TOKEN = regex.compile(r"^<0x([0-9A-F]{2})>$")
 # Tokenizers write this for bytes that are not, or not yet, a character.
 REPLACEMENT = "\ufffd"
 # A character has at most four bytes, and a token at least one. This many tokens without a whole
 # character are garbage, and each further token would decode a longer tail again.
 _MAX_HELD_TOKENS = 64
 Decode = Callable[[Sequence[int]], str]
-TokenTextOf = Callable[[int, float], TokenText]
 Writer = ReplyWriter | ResponseWriter
 
 
@@ -137,19 +135,19 @@ class StopFilter:
 
     def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
         # Of several that begin at one place the shortest is met first.
-        self._stops = tuple(sorted(stops, key=len))
+        ways = "|".join(map(regex.escape, sorted(stops, key=len)))
+        self._stop = regex.compile(ways) if stops else None
         self._shows_stop = shows_stop
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text that is safe to pass on, and whether a stop string was found."""
         text = self._held + text
-        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
+        match = self._stop.search(text, partial=True) if self._stop else None
+        if match and not match.partial:
             self._held = ""
-            place, stop = min(found, key=itemgetter(0))
-            return text[: place + len(stop) * self._shows_stop], True
-        cut = len(text) - self._undecided(text)
+            return text[: match.end() if self._shows_stop else match.start()], True
+        cut = match.start() if match else len(text)
         self._held = text[cut:]
         return text[:cut], False
 
@@ -157,14 +155,6 @@ class StopFilter:
         """The text held back, which has not become a stop string."""
         text, self._held = self._held, ""
         return text
-
-    def _undecided(self, text: str) -> int:
-        """Length of the longest suffix of `text` that is a prefix of a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
 
 
 class OutputProcessor:
@@ -180,7 +170,7 @@ class OutputProcessor:
         engine_request: Request,
         choice: int,
         decode: Decode,
-        token_text: TokenTextOf,
+        token_text: Callable[[int, float], TokenText],
         writer: Writer,
         counters: ReplicaCounters,
         calls: ToolCallReader | None = None,
@@ -203,7 +193,7 @@ class OutputProcessor:
             prompt = request.prompts[choice // request.n]
             self._echo = prompt if isinstance(prompt, str) else decode(engine_request.prompt)
         self._owes_prompt = engine_request.prompt_logprobs is not None
-        self._tokens = self._forwards = 0  # of the answer so far, its end token included
+        self._forwards = 0  # of the answer so far
         self._served: list[Served] = []
         # Modes without masks use no adapter, whichever is in force.
         self._is_drafted = engine_request.mode.has_masks
@@ -211,7 +201,6 @@ class OutputProcessor:
         quality_class = request.quality_class or PINNED
         self.stats = AnswerStats(engine_request.mode.type, prompt_tokens, quality_class)
         self.finish: Finish | None = None
-        self.is_over = False
 
     def process(self, events: Sequence[TokenEvent]) -> str:
         """Returns the client's text for some steps, the last of which may be a failure.
@@ -221,7 +210,7 @@ class OutputProcessor:
         failure = events[-1].failure
         steps = events[:-1] if failure else events
         ending: Ending = "refused" if isinstance(failure, RequestError) else "error"
-        if self.is_over or not steps:
+        if self.stats.is_over or not steps:
             self._counters.discarded += count_tokens(steps)  # that came after a stop string
             self.end(ending)
             return ""
@@ -229,7 +218,7 @@ class OutputProcessor:
         # or if they belong to different adapters, which have separate counts.
         is_apart = self._request.stop or len({step.adapter for step in steps}) > 1
         units = steps if is_apart else [as_one(steps)]
-        text, tokens, before = "", 0, self._tokens
+        text, tokens, before = "", 0, self.stats.completion_tokens
         logprobs: tuple[TokenText, ...] = ()
         reason: FinishReason | None = None
         used = 0
@@ -253,8 +242,7 @@ class OutputProcessor:
                 logprobs += self._logprobs(event, count)
             if self._reasoning:
                 self._reasoning.count(tuple(shown[:count]))
-        event, new = units[used - 1], self._tokens - before
-        self.stats.completion_tokens += new
+        event, new = units[used - 1], self.stats.completion_tokens - before
         self._counters.discarded += count_tokens(steps) - new
         if reason == "deadline":
             self.end("deadline")
@@ -286,8 +274,7 @@ class OutputProcessor:
 
     def end(self, ending: Ending) -> None:
         """Reports, once, to the counters of answers that this one is over."""
-        if not self.is_over:
-            self.is_over = True
+        if not self.stats.is_over:
             self._counters.ended(self.stats, ending)
 
     def _up_to_stop(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
@@ -317,8 +304,8 @@ class OutputProcessor:
 
     def _count(self, event: TokenEvent, tokens: int) -> None:
         """Counts the tokens and forwards of the answer, under the adapter that was in force."""
-        forwards = event.forward - self._forwards
-        self._tokens, self._forwards = self._tokens + tokens, event.forward
+        forwards, self._forwards = event.forward - self._forwards, event.forward
+        self.stats.completion_tokens += tokens  # the end token included
         adapter = event.adapter if self._is_drafted else None
         if self._served and self._served[-1].adapter == adapter:
             last = self._served.pop()
@@ -336,7 +323,7 @@ class OutputProcessor:
         return Finish(
             "tool_calls" if calls else reason,
             len(own.prompt),
-            self._tokens,
+            self.stats.completion_tokens,
             event.forward,
             event.disagreed,
             event.threshold,

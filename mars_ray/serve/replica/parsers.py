@@ -24,11 +24,12 @@ call with truncated arguments, as with OpenAI.
 
 import hashlib
 import json
-import re
 import string
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import regex
 
 from mars_ray.config.serve import ReasoningParser, ToolParser
 from mars_ray.serve.protocol import ToolCallDelta
@@ -37,8 +38,19 @@ THINK, THINK_END = "<think>", "</think>"
 # thoughts: the answer begins with them. marked: only if it begins with the mark.
 Start = Literal["thoughts", "marked", "answer"]
 
+# A partial match is looked for in so many of the last characters: the time grows with their square.
+_TAIL_CHARS = 4096
 # A run of white space is scanned once, not from each position.
-_END = re.compile(r"(?<!\s)\s*+" + re.escape(THINK_END))
+_END = regex.compile(rf"(?<!\s)\s*+{THINK_END}")
+
+
+def _search(pattern: regex.Pattern[str], text: str, start: int = 0) -> regex.Match[str]:
+    """The first match from there on, or else the partial one at the end, which may be empty."""
+    match = pattern.search(text, start)
+    if match is None:
+        match = pattern.search(text, max(start, len(text) - _TAIL_CHARS), partial=True)
+    assert match, "nothing at all is the beginning of a match"
+    return match
 
 
 def start_of(prompt_end: str, parser: ReasoningParser) -> Start:
@@ -91,12 +103,11 @@ class ReasoningReader:
             self._part = "thoughts" if self._held else "lead"
         if self._part == "thoughts":
             # Up to their end, or to where it may begin.
-            if match := _END.search(self._held):
-                thoughts, self._held = self._held[: match.start()], self._held[match.end() :]
+            match = _search(_END, self._held)
+            thoughts, self._held = self._held[: match.start()], self._held[match.start() :]
+            if not match.partial:
+                self._held = self._held.removeprefix(match[0])
                 self._part = "gap"
-            else:
-                cut = len(self._held) - _undecided(self._held)
-                thoughts, self._held = self._held[:cut], self._held[cut:]
         if self._part == "gap":
             self._held = self._held.lstrip()
             self._part = "answer" if self._held else "gap"
@@ -128,17 +139,26 @@ class ReasoningReader:
         self._has_thoughts = True
 
 
-def _undecided(text: str) -> int:
-    """Length of the white space, and of the beginning of the end mark, that the text ends with."""
-    mark = next((n for n in range(len(THINK_END) - 1, 0, -1) if text.endswith(THINK_END[:n])), 0)
-    before = text[: len(text) - mark]
-    return mark + len(before) - len(before.rstrip())
+def _pattern(text: str) -> regex.Pattern[str]:
+    """The pattern in which a space stands for any white space, of which a run is scanned once and
+    not from each position, and NAME for the name of a tool."""
+    named = text.replace("NAME", "(?P<name>[a-zA-Z0-9_-]++)")
+    return regex.compile(named.replace(" ", r"\s*+"))
+
+
+def _opening(text: str) -> regex.Pattern[str]:
+    """The pattern of a call's beginning, with white space before it, up to its first argument."""
+    return _pattern(rf'(?<!\s) {text} ["\[{{\w-]')
+
+
+_OBJECT = r'\{ "name" : "NAME" , "arguments" :'
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """The text of an answer's calls: `begin before NAME between ARGUMENTS after`, each call, or
-    with one `begin` for a list of them all."""
+    with one `begin` for a list of them all; and how calls are found, also with other white space.
+    """
 
     parser: ToolParser
     begin: str  # a token of its own in most vocabularies; without one a call is known by its name
@@ -146,6 +166,9 @@ class ToolFormat:
     between: str
     after: str
     joint: str
+    opening: regex.Pattern[str]
+    closing: regex.Pattern[str]
+    following: regex.Pattern[str] | None = None  # of a list: the opening of a further object
     is_list: bool = False
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
@@ -174,6 +197,8 @@ HERMES = ToolFormat(
     between='", "arguments": ',
     after="}\n</tool_call>",
     joint="\n",
+    opening=_opening(f"<tool_call> {_OBJECT}"),
+    closing=_pattern(r" \} </tool_call>"),
 )
 LLAMA3 = ToolFormat(
     parser="llama3",
@@ -182,6 +207,10 @@ LLAMA3 = ToolFormat(
     between='", "parameters": ',
     after="}",
     joint="; ",
+    opening=_opening(
+        r';?+ \{ (?:"type" : "function" , )?"name" : "NAME" , "(?:parameters|arguments)" :'
+    ),
+    closing=_pattern(r" \}"),
 )
 MISTRAL = ToolFormat(
     parser="mistral",
@@ -190,108 +219,29 @@ MISTRAL = ToolFormat(
     between='", "arguments": ',
     after="}",
     joint=", ",
+    opening=_opening(rf"\[TOOL_CALLS\] \[ {_OBJECT}"),
+    # An object of a list may end with an id, and a comma or the list's end stands behind it.
+    closing=_pattern(r' (?:, "id" : "[a-zA-Z0-9_-]++" )?\} [\],]'),
+    following=_opening(_OBJECT),
     is_list=True,
 )
 MISTRAL_ARGS = ToolFormat(
-    parser="mistral", begin="[TOOL_CALLS]", before="", between="[ARGS]", after="", joint=""
+    parser="mistral",
+    begin="[TOOL_CALLS]",
+    before="",
+    between="[ARGS]",
+    after="",
+    joint="",
+    opening=_opening(r"\[TOOL_CALLS\] NAME (?:\[CALL_ID\] [a-zA-Z0-9]++ )?\[ARGS\]"),
+    closing=_pattern(""),
 )
 # What calls consist of besides text, where the vocabulary has a token for it.
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
 
-_SPACE = r"\s*+"
 # Mistral's chat templates refuse ids of another form.
-_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+_SHORT_ID = regex.compile("[a-zA-Z0-9]{9}")
 _DIGITS = string.digits + string.ascii_letters
-
-
-def _cut_anywhere(*parts: str) -> str:
-    """A pattern of the parts in order, which also matches if the text ends after some of them."""
-    pattern = parts[-1]
-    for part in reversed(parts[:-1]):
-        pattern = rf"{part}(?:\Z|{pattern})"
-    return pattern
-
-
-def _letters(text: str) -> list[str]:
-    return [re.escape(letter) for letter in text]
-
-
-def _opening(ways: Iterable[tuple[str, ...]]) -> re.Pattern[str]:
-    """A pattern of the beginning of a call in any of these ways, up to its first argument.
-
-    White space around a call belongs to it. A run of it is scanned once, not from each position.
-    """
-    numbered = (
-        _cut_anywhere(*parts, rf'(?P<value_{number}>["\[{{\w-])').replace(_NAME, _name(number))
-        for number, parts in enumerate(ways)
-    )
-    return re.compile(rf"(?<!\s){_SPACE}(?:\Z|{'|'.join(numbered)})")
-
-
-_NAME = "NAME"
-
-
-def _name(number: int) -> str:
-    return rf"(?P<name_{number}>[a-zA-Z0-9_-]++)"
-
-
-def _key(name: str) -> tuple[str, ...]:
-    return (*_letters(f'"{name}"'), _SPACE, ":", _SPACE)
-
-
-def _object(arguments: str, *before: str) -> tuple[str, ...]:
-    """The beginning of an object with a name and arguments."""
-    quoted = ('"', _NAME, '"', _SPACE, ",", _SPACE)
-    return (r"\{", _SPACE, *before, *_key("name"), *quoted, *_key(arguments))
-
-
-_TYPE = (*_key("type"), *_letters('"function"'), _SPACE, ",", _SPACE)
-_MARK = (*_letters("[TOOL_CALLS]"), _SPACE)
-_ARGS = (*_letters("[ARGS]"), _SPACE)
-_CALL_ID = (*_letters("[CALL_ID]"), _SPACE, r"[a-zA-Z0-9]++", _SPACE)
-# An object of a list may end with an id, and a comma or the list's end stands behind it.
-_ITEM_ID = (",", _SPACE, *_key("id"), '"', r"[a-zA-Z0-9_-]++", '"', _SPACE)
-
-
-@dataclass(frozen=True, slots=True)
-class _Patterns:
-    """How the calls of a format are found."""
-
-    opening: re.Pattern[str]
-    closing: re.Pattern[str]  # one of its groups has matched if it is whole
-    following: re.Pattern[str] | None = None  # opening of a further object of a list
-
-
-_PATTERNS = {
-    HERMES: _Patterns(
-        _opening([(*_letters("<tool_call>"), _SPACE, *_object("arguments"))]),
-        re.compile(_cut_anywhere(_SPACE, r"\}", _SPACE, *_letters("</tool_call"), "(>)")),
-    ),
-    LLAMA3: _Patterns(
-        _opening(
-            (";?+", _SPACE, *_object(arguments, *before))
-            for arguments in ("parameters", "arguments")
-            for before in ((), _TYPE)
-        ),
-        re.compile(_cut_anywhere(_SPACE, r"(\})")),
-    ),
-    MISTRAL: _Patterns(
-        _opening([(*_MARK, r"\[", _SPACE, *_object("arguments"))]),
-        re.compile(
-            rf"{_SPACE}(?:\Z|"
-            + _cut_anywhere(r"\}", _SPACE, r"([\],])")
-            + "|"
-            + _cut_anywhere(*_ITEM_ID, r"\}", _SPACE, r"([\],])")
-            + ")"
-        ),
-        _opening([_object("arguments")]),
-    ),
-    MISTRAL_ARGS: _Patterns(
-        _opening([(*_MARK, _NAME, _SPACE, *_CALL_ID, *_ARGS), (*_MARK, _NAME, _SPACE, *_ARGS)]),
-        re.compile("()"),
-    ),
-}
 
 
 def short_id(call_id: str) -> str:
@@ -309,7 +259,6 @@ class ToolCallReader:
         """`names` are those of the tools; nothing else can be called."""
         self._id = answer_id
         self._form = form
-        self._patterns = _PATTERNS[form]
         self._names = names
         self._held = ""
         self._value: _Value | None = None  # value of the call that is being read
@@ -348,34 +297,30 @@ class ToolCallReader:
 
     def _outside(self) -> tuple[str, ToolCallDelta | None]:
         """The text up to the next opening, and the call if the opening is whole."""
-        match, name = self._opening()
+        match = self._opening()
         said = self._held[: match.start()]
-        if name is None:
+        if match.partial:
             self._held = match[0]
             return said, None
         self._is_in_list = False
         self._held = self._held[match.end() - 1 :]  # from the value's first character on
         self._value = _Value()
-        begun = ToolCallDelta(self.count, id=self._call_id(), name=name)
+        begun = ToolCallDelta(self.count, id=self._call_id(), name=match["name"])
         self.count += 1
         return said, begun
 
-    def _opening(self) -> tuple[re.Match[str], str | None]:
-        """The next opening, and its name if it is whole."""
-        following = self._patterns.following
-        if self._is_in_list and following:
-            match = following.search(self._held)
-            name = match and _called(match)
-            if match and match.start() == 0 and (name is None or name in self._names):
-                return match, name
+    def _opening(self) -> regex.Match[str]:
+        """The next opening, or where the text may end within one."""
+        if self._is_in_list and self._form.following:
+            match = self._form.following.match(self._held, partial=True)
+            if match and (match.partial or match["name"] in self._names):
+                return match
             self._is_in_list = False  # what else stands in the list is text
         start = 0
         while True:
-            match = self._patterns.opening.search(self._held, start)
-            assert match, "at the end the pattern matches nothing at all"
-            name = _called(match)
-            if name is None or name in self._names:
-                return match, name
+            match = _search(self._form.opening, self._held, start)
+            if match.partial or match["name"] in self._names:
+                return match
             start = match.end()
 
     def _call_id(self) -> str:
@@ -386,22 +331,14 @@ class ToolCallReader:
         """Whether the call is over; anything but its closing is text again."""
         if self.is_cut:
             return False
-        match = self._patterns.closing.match(self._held)
-        if match and match.lastindex is None:
+        match = self._form.closing.match(self._held, partial=True)
+        if match and match.partial:
             return False
         if match:
             self._is_in_list = match[0].endswith(",")
             self._held = self._held[match.end() :]
         self._value = None
         return True
-
-
-def _called(match: re.Match[str]) -> str | None:
-    """The name of the call, if its opening is whole."""
-    for group, value in match.groupdict().items():
-        if value is not None and group.startswith("value_"):
-            return match[group.replace("value", "name")]
-    return None
 
 
 class _Value:

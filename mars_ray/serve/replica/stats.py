@@ -4,18 +4,17 @@ The engine's own counts come as one `Snapshot` (`decode/stats.py`), which is use
 
 metrics.py        exports it to Prometheus, and the `AnswerStats` of each finished answer
 Live.status       joins it with the last minute's steps for the page and `GET /v1/mars/status`
-LLMServer.report  joins it with the sums of a `Tally` for the policy (`autoscale/sample.py`)
+LLMServer.report  joins it with the sums of answers for the policy (`autoscale/sample.py`)
 """
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from mars_ray.autoscale.sample import PINNED, SLOW
 from mars_ray.config.modes import ExactMode
-from mars_ray.config.scaling import Slo
 from mars_ray.config.serve import ServeJob
 from mars_ray.core.thresholds import Elastic
 from mars_ray.decode.request import TokenEvent
@@ -69,50 +68,26 @@ class AnswerStats:
         return (self.total_s - self.first_token_s) / (self.completion_tokens - 1)
 
 
-class Observer(Protocol):
-    """Is notified of every answer."""
-
-    def answer(self, seen: AnswerStats) -> None:
-        """Called at the end of an answer, whatever the ending."""
-        ...
-
-
-@dataclass(slots=True)
-class _Bucket:
-    begin_s: float
-    tokens: int = 0
-    forwards: int = 0
-    disagreed: int = 0
-    ngram_tokens: int = 0
-
-
 class Live:
     """Counts what steps commit in intervals of half a second, and forgets it after a minute."""
 
     def __init__(self) -> None:
-        self._buckets: deque[_Bucket] = deque()
+        self._buckets: deque[tuple[float, Counter[str]]] = deque()  # and when they begin
 
-    def add(
-        self, now: float, tokens: int, forwards: int, disagreed: int, ngram_tokens: int
-    ) -> None:
-        """Adds steps of one sequence: tokens committed, earlier ones found to disagree, and those
-        of the former that the n-gram lookup had drafted."""
-        if not self._buckets or now - self._buckets[-1].begin_s >= _BUCKET_S:
+    def add(self, now: float, **counts: int) -> None:
+        """Adds steps of one sequence: `tokens` committed, `forwards`, earlier tokens `disagreed`,
+        and the `ngram_tokens` among the committed ones."""
+        if not self._buckets or now - self._buckets[-1][0] >= _BUCKET_S:
             self._forget(now)
-            self._buckets.append(_Bucket(now))
-        bucket = self._buckets[-1]
-        bucket.tokens += tokens
-        bucket.forwards += forwards
-        bucket.disagreed += disagreed
-        bucket.ngram_tokens += ngram_tokens
+            self._buckets.append((now, Counter()))
+        self._buckets[-1][1].update(counts)
 
     def tokens_per_second(self, now: float) -> float:
         """The rate over the last seconds, or since the first token if that is later."""
-        recent = [bucket for bucket in self._buckets if now - bucket.begin_s < _RATE_S]
+        recent = [(begin_s, sums) for begin_s, sums in self._buckets if now - begin_s < _RATE_S]
         if not recent:
             return 0.0
-        seconds = max(_BUCKET_S, now - recent[0].begin_s)
-        return sum(bucket.tokens for bucket in recent) / seconds
+        return sum(sums["tokens"] for _, sums in recent) / max(_BUCKET_S, now - recent[0][0])
 
     def status(
         self, job: ServeJob, seen: Snapshot, now: float, *, in_default_mode: bool
@@ -123,6 +98,7 @@ class Live:
         threshold = mode.own_threshold
         if mode.is_elastic:
             threshold = max(job.qualities[job.default_quality], seen.set_point)
+        sums = sum((sums for _, sums in self._buckets), Counter[str]())
         return ReplicaStatus(
             mode=mode.type,
             threshold=threshold,
@@ -131,32 +107,33 @@ class Live:
             waiting=seen.waiting,
             cache_share=seen.cache_share,
             tokens_per_second=self.tokens_per_second(now),
-            tokens=sum(bucket.tokens for bucket in self._buckets),
-            forwards=sum(bucket.forwards for bucket in self._buckets),
-            disagreed=sum(bucket.disagreed for bucket in self._buckets),
-            ngram_tokens=sum(bucket.ngram_tokens for bucket in self._buckets),
+            tokens=sums["tokens"],
+            forwards=sums["forwards"],
+            disagreed=sums["disagreed"],
+            ngram_tokens=sums["ngram_tokens"],
             engine=seen.info,
             step_tokens=seen.step_tokens,
         )
 
     def _forget(self, now: float) -> None:
-        while self._buckets and now - self._buckets[0].begin_s >= _SHARE_S:
+        while self._buckets and now - self._buckets[0][0] >= _SHARE_S:
             self._buckets.popleft()
 
 
-@dataclass(slots=True)
-class Tally:
-    """Sums over answers since the start."""
+class ReplicaCounters:
+    """All that a replica counts of its answers since its start."""
 
-    slo: Slo = field(default_factory=Slo)
-    refused: int = 0
-    finished: int = 0
-    output_tokens: int = 0
-    quality_class: Counter[str] = field(default_factory=Counter)
-    # Answers by class: with a first token, and those found slow or late, each once (`SLOW`).
-    started: Counter[str] = field(default_factory=Counter)
-    slow: Counter[str] = field(default_factory=Counter)
-    late: Counter[str] = field(default_factory=Counter)
+    def __init__(self, job: ServeJob, observe: Callable[[AnswerStats], None] | None = None) -> None:
+        self.live = Live()
+        self.refused = self.finished = self.output_tokens = 0
+        self.discarded = 0  # tokens that the engine has written, and no answer has
+        # Answers by class: offered, with a first token, and found slow or late, each once (`SLOW`).
+        self.quality_class: Counter[str] = Counter()
+        self.started: Counter[str] = Counter()
+        self.slow: Counter[str] = Counter()
+        self.late: Counter[str] = Counter()
+        self._slo, self._set_point = job.scaling.slo, job.set_point
+        self._observe = observe
 
     def offered(self, request: GenerationRequest, *, refused: bool = False) -> None:
         """Counts an arrived request, whether it is answered or refused."""
@@ -166,38 +143,11 @@ class Tally:
         if refused:
             self.refused += request.choices
 
-    def began(self, seen: AnswerStats) -> None:
-        """Counts an answer whose first token has come."""
-        assert seen.first_token_s is not None
-        self.started[seen.quality_class] += 1
-        self._judge(seen, seen.first_token_s / self.slo.ttft_s)
-
-    def ended(self, seen: AnswerStats) -> None:
-        """Counts an answer at its end, whatever the ending."""
-        self.finished += 1
-        self.output_tokens += seen.completion_tokens
-        if seen.ending not in _JUDGED:
-            return
-        if seen.first_token_s is None:
-            self._judge(seen, seen.total_s / self.slo.ttft_s)
-        self._judge(seen, seen.time_per_token_s / self.slo.time_per_token_s)
-
     def _judge(self, seen: AnswerStats, strain: float) -> None:
         """Counts an answer as slow or late if one of its times is, and none has been before."""
         before, seen.strain = seen.strain, max(seen.strain, strain)
         self.slow[seen.quality_class] += before <= SLOW < seen.strain
         self.late[seen.quality_class] += before <= 1 < seen.strain
-
-
-class ReplicaCounters:
-    """All that a replica counts of its answers since its start."""
-
-    def __init__(self, job: ServeJob, observer: Observer | None = None) -> None:
-        self.live = Live()
-        self.tally = Tally(job.scaling.slo)
-        self.discarded = 0  # tokens that the engine has written, and no answer has
-        self._set_point = job.set_point
-        self._observer = observer
 
     def step(
         self, request: GenerationRequest, seen: AnswerStats, event: TokenEvent, tokens: int
@@ -206,29 +156,42 @@ class ReplicaCounters:
         now = time.monotonic()
         gap_s, seen.last_s = now - seen.last_s, now
         forwards, disagreed = event.forward - seen.forwards, event.disagreed - seen.disagreed
-        self.live.add(now, tokens, forwards, disagreed, event.ngram_tokens - seen.ngram_tokens)
+        self.live.add(
+            now,
+            tokens=tokens,
+            forwards=forwards,
+            disagreed=disagreed,
+            ngram_tokens=event.ngram_tokens - seen.ngram_tokens,
+        )
         seen.forwards, seen.disagreed = event.forward, event.disagreed
         seen.ngram_tokens = event.ngram_tokens
         if seen.prompt_tokens:
             seen.cached_tokens = event.cached_tokens
         if seen.first_token_s is None:
             seen.first_token_s, seen.queue_s = gap_s, event.queue_s
-            self.tally.began(seen)
+            self.started[seen.quality_class] += 1
+            self._judge(seen, gap_s / self._slo.ttft_s)
         elif tokens:
             seen.gaps.append((gap_s, tokens))
         if isinstance(request.quality, Elastic) and event.threshold is not None:
             seen.degraded = event.threshold < max(request.quality.floor, self._set_point)
 
     def ended(self, seen: AnswerStats, ending: Ending) -> None:
+        """Counts an answer at its end, whatever the ending."""
         seen.ending, seen.is_over = ending, True
         seen.total_s = time.monotonic() - seen.begun_s
         if all(sibling.is_over for sibling in seen.siblings):
             tokens = (sibling.completion_tokens for sibling in seen.siblings)
             seen.longest_tokens = max(tokens, default=None)
         if ending != "refused":
-            self.tally.ended(seen)
-        if self._observer:
-            self._observer.answer(seen)
+            self.finished += 1
+            self.output_tokens += seen.completion_tokens
+        if ending in _JUDGED:
+            if seen.first_token_s is None:
+                self._judge(seen, seen.total_s / self._slo.ttft_s)
+            self._judge(seen, seen.time_per_token_s / self._slo.time_per_token_s)
+        if self._observe:
+            self._observe(seen)
 
 
 def count_tokens(events: Iterable[TokenEvent]) -> int:

@@ -35,6 +35,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from mars_ray.config.modes import Mode
 from mars_ray.config.vllm import VllmConfig
+from mars_ray.core.step_cost import StepCost
 from mars_ray.core.thresholds import Elastic
 from mars_ray.decode.engine_thread import Close, Deliver, EngineThread, failed
 from mars_ray.decode.info import EngineInfo
@@ -54,13 +55,11 @@ from mars_ray.model.directory import ModelCard, read_card
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
 from mars_ray.model.load import load_tokenizer, stop_ids_of
 from mars_ray.serve.replica.vllm_terms import (
-    StepSeen,
     VllmCounts,
     adapters_change,
     engine_args,
     loads,
     sampling_params,
-    step_cost,
 )
 
 _REASONS: dict[FinishReason, Reason] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -74,7 +73,7 @@ class VllmAnswer:
     deliver: Deliver
     core_id: str  # its name in vLLM's engine
     threshold: float | None  # the lowest in force so far, in modes that have one
-    in_force: float | None = field(init=False)  # the threshold of the next step
+    in_force: float | None  # the threshold of the next step
     submitted_s: float = field(default_factory=time.monotonic)
     queue_s: float | None = None
     cached_tokens: int | None = None  # of the prompt; None until it has been computed
@@ -84,9 +83,6 @@ class VllmAnswer:
     adapters: list[str] = field(default_factory=list)  # whose drafts were verified, in order
     drafted_by: str | None = None  # the adapter that made drafts for the next step
     is_over: bool = False
-
-    def __post_init__(self) -> None:
-        self.in_force = self.threshold
 
     def follow(self, set_point: float) -> None:
         """Sets the threshold from the next step on, if the request tolerates a change."""
@@ -214,7 +210,8 @@ class VllmClient(EngineThread):
         self.adapter_name = mars.adapter
         self._ready: tuple[str, int] | None = None  # name and depths of the adapter made ready
         self._counts = VllmCounts(config.max_step_tokens)
-        self._seen: list[StepSeen] | None = None  # the steps of `warm_up`
+        # Of the steps of `warm_up` the least seconds, by their rows.
+        self._least_s: dict[int, float] | None = None
         self._answers: dict[str, VllmAnswer] = {}
         self._by_core_id: dict[str, VllmAnswer] = {}
         self._set_point = 1.0
@@ -243,14 +240,14 @@ class VllmClient(EngineThread):
 
     async def warm_up(self) -> None:
         """Measure what steps cost; call it before the first request. Counts begin anew after it."""
-        self._seen = []
+        self._least_s = {}
         for requests in loads(self.facts, self._config.max_step_tokens):
             async for _ in self.stream(*requests):
                 pass
-        cost = step_cost(self._seen)
+        cost = StepCost(self._least_s)
 
         async def forget() -> None:
-            self._seen = None
+            self._least_s = None
             self._counts = VllmCounts(self._config.max_step_tokens, cost)
 
         await self._call(forget)
@@ -407,8 +404,9 @@ class VllmClient(EngineThread):
         """Counts a step, and delivers its events."""
         self.last_step_s = time.monotonic()
         seen = self._counts.step(outputs)
-        if seen and self._seen is not None:
-            self._seen.append(seen)
+        if seen and self._least_s is not None:
+            rows, seconds = seen
+            self._least_s[rows] = min(seconds, self._least_s.get(rows, seconds))
         for output in outputs.outputs:
             answer = self._by_core_id.get(output.request_id)
             if answer is not None:
@@ -466,7 +464,7 @@ class VllmClient(EngineThread):
         threshold = request.mode.own_threshold
         if threshold is not None and request.quality is not None:
             threshold = 1.0 if isinstance(request.quality, Elastic) else None
-        answer = VllmAnswer(request, deliver, made.request_id, threshold)
+        answer = VllmAnswer(request, deliver, made.request_id, threshold, threshold)
         answer.follow(self._set_point)
         if not self._answers:
             self.last_step_s = time.monotonic()

@@ -14,9 +14,9 @@ starts, and steps cannot be asked of it one by one.
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,20 +192,6 @@ _MOST_PROMPT = 512
 _PROMPTS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class StepSeen:
-    """A step's rows, and how long it took."""
-
-    prompt_rows: int
-    sequences: int  # decoding ones
-    decode_rows: int
-    seconds: float
-
-    @property
-    def rows(self) -> int:
-        return self.prompt_rows + self.decode_rows
-
-
 class VllmCounts:
     """Fed with every report of the engine, and every step of every request."""
 
@@ -232,8 +218,9 @@ class VllmCounts:
         self._last_s = None
         self._last = replace(self._last, num_running_reqs=0, kv_cache_usage=0.0)
 
-    def step(self, outputs: EngineCoreOutputs) -> StepSeen | None:
-        """Counts a report, and returns what it tells of a step that was timed."""
+    def step(self, outputs: EngineCoreOutputs) -> tuple[int, float] | None:
+        """Counts a report; returns the rows and seconds of a timed step of decoding sequences
+        alone, or of prompts alone."""
         stats = outputs.scheduler_stats
         if stats is None:
             return None
@@ -244,22 +231,19 @@ class VllmCounts:
         if details is None or details.is_dummy or begin_s is None:
             return None
         self._last_s = outputs.timestamp
-        seen = StepSeen(
-            prompt_rows=details.num_ctx_tokens,
-            sequences=details.num_generation_requests,
-            decode_rows=details.num_generation_tokens,
-            seconds=max(0.0, outputs.timestamp - begin_s),
-        )
+        prompt_rows, sequences = details.num_ctx_tokens, details.num_generation_requests
+        rows = prompt_rows + details.num_generation_tokens
+        seconds = max(0.0, outputs.timestamp - begin_s)
         totals = self._totals
         totals.steps += 1
-        totals.seconds += seen.seconds
-        totals.prompt_steps += seen.prompt_rows > 0
-        totals.prompt_rows += seen.prompt_rows
-        totals.sequences += seen.sequences
-        totals.decode_rows += seen.decode_rows
+        totals.seconds += seconds
+        totals.prompt_steps += prompt_rows > 0
+        totals.prompt_rows += prompt_rows
+        totals.sequences += sequences
+        totals.decode_rows += details.num_generation_tokens
         if self._cost:
-            self._cost.observe(seen.rows, seen.seconds)
-        return seen
+            self._cost.observe(rows, seconds)
+        return (rows, seconds) if prompt_rows == 0 or sequences == 0 else None
 
     def prompt(self, computed_tokens: int) -> None:
         """Counts a prompt whose answer has begun."""
@@ -330,15 +314,6 @@ def loads(facts: EngineFacts, step_tokens: int) -> Iterator[list[Request]]:
     for number in range(_PROMPTS):
         length = min(_MOST_PROMPT, step_tokens, facts.max_context - 1)
         yield [_request(f"prompt-{number}", length, 1, facts)]
-
-
-def step_cost(seen: Iterable[StepSeen]) -> StepCost:
-    """The least seconds of steps of so many rows: of decoding sequences alone, or of one prompt."""
-    least: dict[int, float] = {}
-    for step in seen:
-        if step.prompt_rows == 0 or step.sequences == 0:
-            least[step.rows] = min(step.seconds, least.get(step.rows, step.seconds))
-    return StepCost(least)
 
 
 def _request(name: str, length: int, tokens: int, facts: EngineFacts) -> Request:

@@ -185,18 +185,17 @@ class Observer:
         more_5R = np.where(more_5R[0] < 0, done_5R, more_5R)
         self._done_5R = done_5R
         here = np.flatnonzero(replicas["status"] == READY)
-        fields = [replicas[name][here].tolist() for name in ("running", "waiting", "rows")]
+        fields = [replicas[name][here].tolist() for name in ("running", "rows")]
         return tuple(
             ReplicaLoad(
                 running=running,
-                waiting=waiting,
                 step_s=seconds / steps if steps > 0 else None,
                 decode_rows=decoded / steps if steps > 0 else None,
                 prompt_rows=prompts / prompt_steps if prompt_steps > 0 else None,
                 prompt_share=prompt_steps / steps if steps > 0 else None,
                 positions=rows or None,
             )
-            for running, waiting, rows, steps, seconds, decoded, prompt_steps, prompts in zip(
+            for running, rows, steps, seconds, decoded, prompt_steps, prompts in zip(
                 *fields, *more_5R[:, here].tolist(), strict=True
             )
         )
