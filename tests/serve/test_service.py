@@ -206,9 +206,11 @@ def metrics() -> str:
 
 def test_metrics_reach_prometheus(client):
     """By the names of vLLM's, with this service's own beside them."""
-    client.chat.completions.create(
-        model="mars", messages=CHAT, max_tokens=24, extra_body={"mode": "confidence"}
-    )
+    # At threshold 0 every draft is accepted, whatever the model says.
+    for mode in ("confidence", "verified"):
+        client.chat.completions.create(
+            model="mars", messages=CHAT, max_tokens=24, extra_body={"mode": mode, "threshold": 0.0}
+        )
     names = {
         "ray_mars_request_success_total",
         "ray_mars_prompt_tokens_total",
