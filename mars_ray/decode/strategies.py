@@ -50,7 +50,7 @@ from mars_ray.decode.sequence import Sequence
 
 # Numbers that a plan may ask for in addition to the token of each real token's row. "ratio" is a
 # number per draft: exp(its score in its parent's row - largest score there), which is
-# p(draft) / max p at temperature 0 (`core.verification`).
+# p(draft) / max p at temperature 0 (`decode/logits.py: best`).
 Wanted = Measure | Literal["ratio"]
 
 
