@@ -342,6 +342,10 @@ HEADLINES = {
     "faults.kinds_mended": Headline("faults", _at("counts", "kinds")),
     "faults.members_tested": Headline("faults", _at("counts", "members")),
     "code.test_minutes": Headline("test_minutes", _test_minutes),
+    # Of whole runs of `make test`, alone and beside busy processes.
+    "tests.green_runs": Headline(
+        "test_minutes", lambda result: sum(run["is_green"] for run in result["runs"])
+    ),
     "service.load_tools": Headline("load_tools", _clean_tools),
     # By a reader who had never seen the project.
     "newcomer.minutes_to_first_answer": Headline("newcomer", _at("first_answer", "minutes")),

@@ -104,7 +104,11 @@ def test_figures_of_the_code(tmp_path):
             "decision": {"after": ["a: f", "a: g", "b: h"]},
             "batch": {"after": ["a: f"]},
         },
-        "test_minutes": {"fast_s": 60, "ray_s": 30.0},
+        "test_minutes": {
+            "fast_s": 60,
+            "ray_s": 30.0,
+            "runs": [{"is_green": True}, {"is_green": False}, {"is_green": True}],
+        },
         "newcomer": {"first_answer": {"minutes": 9.5, "guesses": 3}},
     }
     for name, result in results.items():
@@ -122,6 +126,7 @@ def test_figures_of_the_code(tmp_path):
         "code.decision_files": 2,
         "code.batch_files": 1,
         "code.test_minutes": 1.5,
+        "tests.green_runs": 2,
         "newcomer.minutes_to_first_answer": 9.5,
         "newcomer.guesses": 3,
     }
