@@ -34,7 +34,7 @@ class Connection:
     def __init__(self, otherwise: str = _OWN, *, log_to_driver: bool = True) -> None:
         self._address = named_address() or otherwise
         self._log_to_driver = log_to_driver
-        self._is_open, self._node = False, ""
+        self._is_open = False
 
     def __enter__(self) -> "Connection":
         if self._address != _OWN:
@@ -63,15 +63,17 @@ class Connection:
                 "one you mean with RAY_ADDRESS=HOST:PORT, and RAY_AUTH_MODE=token if it asks for a "
                 "token; `mars-ray serve` says both of its own"
             ) from error
-        self._is_open, self._node = True, ray.get_runtime_context().get_node_id()
+        self._is_open = True
 
     def __exit__(self, *_: Any) -> None:
         if self._is_open:
             import ray
 
+            is_own = self._address == _OWN and ray.is_initialized()
+            node = ray.get_runtime_context().get_node_id() if is_own else None
             ray.shutdown()
-            if self._address == _OWN:
-                end_haproxy(self._node)
+            if node:
+                end_haproxy(node)
 
 
 # Called before the first use of Ray: `Connection.open`, or `already` where it is connected.

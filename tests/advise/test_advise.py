@@ -261,4 +261,4 @@ def test_a_wrong_objective_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match=r"slos\.0\.time_per_token_s"):
         CliRunner().invoke(app, [*words, "2,fast"], catch_exceptions=False)
     done = CliRunner().invoke(app, [*words, "2,0.03", "--dry-run"], catch_exceptions=False)
-    assert json.loads(done.output)["slos"][0]["time_per_token_s"] == 0.03
+    assert json.loads(done.stdout)["slos"][0]["time_per_token_s"] == 0.03
