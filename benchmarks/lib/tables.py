@@ -485,8 +485,9 @@ def ifeval(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"{result['prompts']} prompts, answers of at most {result['max_new_tokens']} tokens, a "
-        f"prompt counts if all of its instructions are followed; bfloat16, "
-        f"{machine(result['provenance'])}.",
+        "prompt counts if all of its instructions are followed; bfloat16, "
+        + "; ".join(f"{_ARMS[arm]}: {machine(facts)}" for arm, facts in result["measured"].items())
+        + ".",
     ]
 
 
