@@ -17,14 +17,15 @@ from mars_ray.simulator.config import KINDS
 PLACE = Path(__file__).parents[1] / "docs/reference"
 _COMMANDS_HEAD = """# Commands
 
-Every command with its arguments and options, written from the code; `-h` shows the same. Tables and
-progress go to stderr; the last line on stdout is one JSON object. A command that fails says why in
-one line, and exits with 2.
+Every command with its arguments and options, written from the code by `make generate`; `-h` shows
+the same. Tables and progress go to stderr; the last line on stdout is one JSON object. A command
+that fails says why in one line, and exits with 2.
 """
 _HEAD = """# Configuration
 
-Every field of every job file, written from the code. A job names its `kind`; a key that is not here
-is refused. Overrides on the command line use the same names, with dots: `stages.mars.steps=100`.
+Every field of every job file, written from the code by `make generate`. A job names its `kind`; a
+key that is not here is refused. Overrides on the command line use the same names, with dots:
+`stages.mars.steps=100`.
 """
 
 

@@ -6,8 +6,8 @@ Every step rates each of its proposals, so it knows how many tokens *each* thres
 committed. A committed token that is not the model's own choice is forwarded later as a real token,
 and the row before it then shows what that choice was. So these statistics need no extra forward.
 
-Steps of `confidence` at threshold 1 have no masks, so they say nothing of other thresholds and are
-left out. While all steps are like that, what a lower threshold would give is known from the service
+Steps of `confidence` without masks, at threshold 1 or where masks do not pay, say nothing of other
+thresholds and are left out. While all steps are like that, what a lower threshold would give is known from the service
 model alone (`autoscale/service_model.py`).
 """
 

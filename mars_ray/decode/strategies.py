@@ -235,7 +235,8 @@ class Confidence(Strategy):
         mode = sequence.request.mode
         assert isinstance(mode, ConfidenceMode | BlockCachedMode)
         measure = mode.measure
-        # A step of plain decoding costs what one of `exact` does, so it measures nothing.
+        # A step of plain decoding costs what one of `exact` does, so it measures nothing: at
+        # threshold 1, or by window control's choice, which in this mode is to have no masks.
         wanted = () if sequence.is_plain or sequence.choice else (measure,)
         return Plan([], groups, wanted, measure, max(0, review))
 
