@@ -7,8 +7,8 @@ committed. A committed token that is not the model's own choice is forwarded lat
 and the row before it then shows what that choice was. So these statistics need no extra forward.
 
 Steps of `confidence` without masks, at threshold 1 or where masks do not pay, say nothing of other
-thresholds and are left out. While all steps are like that, what a lower threshold would give is known from the service
-model alone (`autoscale/service_model.py`).
+thresholds and are left out. While all steps are like that, what a lower threshold would give is
+known from the service model alone (`autoscale/service_model.py`).
 """
 
 from collections import Counter, abc
