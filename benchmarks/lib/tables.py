@@ -193,6 +193,26 @@ def adapter_parts(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def adapter_ranks(result: dict[str, Any]) -> list[str]:
+    """What cutting a trained adapter's LoRA costs in drafts and brings in time."""
+    lines = ["| adapter | over `exact` | T/F, one group | same output |", "|---|---|---|---|"]
+    for name, found in result["variants"].items():
+        if name == "exact":
+            continue
+        depth = f"{found['tokens_per_forward']:.3f}" if "tokens_per_forward" in found else "-"
+        lines.append(
+            f"| {name} | {found['over_exact']:.2f} ({found['least']:.2f} to {found['most']:.2f}) | "
+            f"{depth} | {found['identical']:.0%} |"
+        )
+    return [
+        *lines,
+        "",
+        f"One prompt at a time, {result['prompts']} prompts, {result['max_new_tokens']} new tokens, "
+        f"median of {result['rounds']} interleaved rounds as served; T/F with all masks; bfloat16, "
+        f"{machine(result['provenance'])}.",
+    ]
+
+
 def adapter_training(result: dict[str, Any]) -> list[str]:
     """T/F of held-out answers during a training, and of short trainings that differ in one part."""
     run = result["run"]
@@ -594,6 +614,7 @@ def plugin(result: dict[str, Any]) -> list[str]:
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "adapter_parts": adapter_parts,
+    "adapter_ranks": adapter_ranks,
     "adapter_training_gpu": adapter_training,
     "demo": demo,
     "gpu_step": gpu_steps,

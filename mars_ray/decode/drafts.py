@@ -311,7 +311,9 @@ class DraftControl:
         start = self._steps * _LOOKED_AT
         for place in range(start, start + min(_LOOKED_AT, len(members))):
             sequence, own = members[place % len(members)], accept[place % len(members)]
-            if own and sequence.choice and not sequence.grammar:
+            # Where all drafts were looked up, masks had no part, and nothing is learnt of them.
+            has_masks = any(sequence.draft_probabilities)
+            if has_masks and sequence.choice and not sequence.grammar:
                 sampled = _is_sampled(sequence)
                 self.acceptance[sampled].observe_drafts(
                     own,

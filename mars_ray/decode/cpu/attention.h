@@ -89,9 +89,11 @@ public:
             scores(query, queries, size_, first);
         }
         for (int q = 0; q < queries; q++) weigh(score_[q], count[q], most, part[q]);
-        for (int q = 0; q < queries; q += GROUP)
-            for (int d = 0; d < size; d += 4 * LANES)
-                values(part + q, queries - q < GROUP ? queries - q : GROUP, q, most, d, size);
+        for (int d = 0; d < size; d += 4 * LANES) {
+            int q = 0;
+            for (; q + GROUP <= queries; q += GROUP) values<GROUP>(part + q, q, most, d, size);
+            for (; q < queries; q++) values<1>(part + q, q, most, d, size);
+        }
     }
 
 private:
@@ -144,12 +146,12 @@ private:
     template <int M>
     void scores_of(const float* const* query, int q, int size_, int first) {
         F s[M];
-        for (int m = 0; m < M; m++) s[m] = all(0);
+        UNROLL for (int m = 0; m < M; m++) s[m] = all(0);
         for (int d = 0; d < size_; d++) {
             F key = load(&key_[d * LANES]);
-            for (int m = 0; m < M; m++) s[m] = fma(key, all(query[m][d]), s[m]);
+            UNROLL for (int m = 0; m < M; m++) s[m] = fma(key, all(query[m][d]), s[m]);
         }
-        for (int m = 0; m < M; m++) store(score_[q + m] + first, s[m]);
+        UNROLL for (int m = 0; m < M; m++) store(score_[q + m] + first, s[m]);
     }
 
     // Scores of keys to exponentials, 0 for those that the row does not see.
@@ -161,35 +163,35 @@ private:
         for (int j = count; j < most; j++) score[j] = 0;
     }
 
-    void values(Part* part, int queries, int q, int most, int d, int size) {
-        F out[GROUP][4];
-        float sum_[GROUP];
-        int vectors = size - d < 4 * LANES ? (size - d) / LANES : 4;
-        for (int m = 0; m < GROUP; m++) {
+    template <int M>
+    void values(Part* part, int q, int most, int d, int size) {
+        int vectors = (size - d) / LANES;
+        if (vectors >= 4) return values_of<M, 4>(part, q, most, d, size);
+        if (vectors == 3) return values_of<M, 3>(part, q, most, d, size);
+        if (vectors == 2) return values_of<M, 2>(part, q, most, d, size);
+        values_of<M, 1>(part, q, most, d, size);
+    }
+    template <int M, int V>
+    void values_of(Part* part, int q, int most, int d, int size) {
+        F out[M][V];
+        float sum_[M];
+        UNROLL for (int m = 0; m < M; m++) {
             sum_[m] = 0;
-            for (int v = 0; v < 4; v++) out[m][v] = all(0);
+            UNROLL for (int v = 0; v < V; v++) out[m][v] = all(0);
         }
-        if (vectors == 4 && queries == GROUP) {
-            for (int j = 0; j < most; j++) {
-                const float* value = &value_[j * size + d];
-                F value_of[4] = {load(value), load(value + 16), load(value + 32), load(value + 48)};
-                for (int m = 0; m < GROUP; m++) {
-                    float weight = score_[q + m][j];
-                    sum_[m] += weight;
-                    for (int v = 0; v < 4; v++) out[m][v] = fma(all(weight), value_of[v], out[m][v]);
-                }
+        for (int j = 0; j < most; j++) {
+            const float* value = &value_[j * size + d];
+            F value_of[V];
+            UNROLL for (int v = 0; v < V; v++) value_of[v] = load(value + v * LANES);
+            UNROLL for (int m = 0; m < M; m++) {
+                float weight = score_[q + m][j];
+                sum_[m] += weight;
+                UNROLL for (int v = 0; v < V; v++) out[m][v] = fma(all(weight), value_of[v], out[m][v]);
             }
-        } else {
-            for (int m = 0; m < queries; m++)
-                for (int j = 0; j < most; j++) {
-                    sum_[m] += score_[q + m][j];
-                    for (int v = 0; v < vectors; v++)
-                        out[m][v] = fma(all(score_[q + m][j]), load(&value_[j * size + d + v * LANES]), out[m][v]);
-                }
         }
-        for (int m = 0; m < queries; m++) {
+        UNROLL for (int m = 0; m < M; m++) {
             part[m].sum = sum_[m];
-            for (int v = 0; v < vectors; v++) store(part[m].out + d + v * LANES, out[m][v]);
+            UNROLL for (int v = 0; v < V; v++) store(part[m].out + d + v * LANES, out[m][v]);
         }
     }
 

@@ -22,6 +22,12 @@
 constexpr int PANEL = 32;
 // Inputs are padded with zeros to a multiple of this: a tile of AMX has 32 of bfloat16.
 constexpr int INPUTS = 32;
+// Products of a part of a matrix have a multiple of so many inputs.
+#ifdef __AMX_BF16__
+constexpr int SPAN = INPUTS;
+#else
+constexpr int SPAN = 2;
+#endif
 // Rows of a product at once: what the caller's scratch has room for.
 constexpr int ROWS = 48;
 // Bytes by which reading is ahead of computing.
@@ -136,8 +142,8 @@ struct Matrix {
                         if (i < first) first = i;
                         last = i + 1;
                     }
-            first = first / INPUTS * INPUTS;
-            spans.push_back({first, last > first ? (int)rounded(last, INPUTS) : first});
+            first = first / SPAN * SPAN;
+            spans.push_back({first, last > first ? (int)rounded(last, SPAN) : first});
         }
     }
 };
@@ -146,17 +152,17 @@ struct Matrix {
 template <int M>
 static inline void block(const float* w, const float* x, int64_t ldx, int inputs, float* y) {
     F a[M][2];
-    for (int m = 0; m < M; m++) a[m][0] = a[m][1] = all(0);
+    UNROLL for (int m = 0; m < M; m++) a[m][0] = a[m][1] = all(0);
     for (int k = 0; k < inputs; k++) {
         F w0 = load(w + (int64_t)k * PANEL), w1 = load(w + (int64_t)k * PANEL + 16);
         _mm_prefetch((const char*)(w + (int64_t)k * PANEL) + 2048, _MM_HINT_T0);
         _mm_prefetch((const char*)(w + (int64_t)k * PANEL) + 2112, _MM_HINT_T0);
-        for (int m = 0; m < M; m++) {
+        UNROLL for (int m = 0; m < M; m++) {
             F b = all(x[m * ldx + k]);
             a[m][0] = fma(w0, b, a[m][0]), a[m][1] = fma(w1, b, a[m][1]);
         }
     }
-    for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
+    UNROLL for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
 }
 
 // A pair's first input lies in the low half of each 32 bits, its second in the high half.
@@ -184,39 +190,39 @@ static inline F second_of(const bf16* p) { return {masked(half(p)), masked(half(
 template <int M>
 static inline void block(const bf16* w, const bf16* x, int64_t ldx, int inputs, float* y) {
     __m512 a[M][2];
-    for (int m = 0; m < M; m++) a[m][0] = a[m][1] = _mm512_setzero_ps();
+    UNROLL for (int m = 0; m < M; m++) a[m][0] = a[m][1] = _mm512_setzero_ps();
     for (int k = 0; k < inputs; k += 2) {
         const bf16* p = w + (int64_t)k * PANEL;
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(p), w1 = (__m512bh)_mm512_loadu_si512(p + 32);
         _mm_prefetch((const char*)p + 2048, _MM_HINT_T0);
         _mm_prefetch((const char*)p + 2112, _MM_HINT_T0);
-        for (int m = 0; m < M; m++) {
+        UNROLL for (int m = 0; m < M; m++) {
             int pair;
             memcpy(&pair, x + m * ldx + k, 4);
             __m512bh b = (__m512bh)_mm512_set1_epi32(pair);
             a[m][0] = _mm512_dpbf16_ps(a[m][0], w0, b), a[m][1] = _mm512_dpbf16_ps(a[m][1], w1, b);
         }
     }
-    for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
+    UNROLL for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
 }
 #else
 template <int M>
 static inline void block(const bf16* w, const float* x, int64_t ldx, int inputs, float* y) {
     F a[M][2];
-    for (int m = 0; m < M; m++) a[m][0] = a[m][1] = all(0);
+    UNROLL for (int m = 0; m < M; m++) a[m][0] = a[m][1] = all(0);
     for (int k = 0; k < inputs; k += 2) {
         const bf16* p = w + (int64_t)k * PANEL;
         _mm_prefetch((const char*)p + 2048, _MM_HINT_T0);
         _mm_prefetch((const char*)p + 2112, _MM_HINT_T0);
-        for (int j = 1; j >= 0; j--) {
+        UNROLL for (int j = 1; j >= 0; j--) {
             F w0 = j ? second_of(p) : first_of(p), w1 = j ? second_of(p + 32) : first_of(p + 32);
-            for (int m = 0; m < M; m++) {
+            UNROLL for (int m = 0; m < M; m++) {
                 F b = all(x[m * ldx + k + j]);
                 a[m][0] = fma(w0, b, a[m][0]), a[m][1] = fma(w1, b, a[m][1]);
             }
         }
     }
-    for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
+    UNROLL for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
 }
 #endif
 
