@@ -207,7 +207,7 @@ def adapter_ranks(result: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"One prompt at a time, {result['prompts']} prompts, {result['max_new_tokens']} new tokens, "
+        f"One at a time, {result['prompts']} prompts, {result['max_new_tokens']} new tokens, "
         f"median of {result['rounds']} interleaved rounds as served; T/F with all masks; bfloat16, "
         f"{machine(result['provenance'])}.",
     ]
