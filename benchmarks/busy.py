@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--adapter", type=Path, default=Path("adapters/smollm2"))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--instructions", default="auto", help="such as avx2")
     asked = parser.parse_args()
     result: dict[str, Any] = {"idle": _measured(asked)}
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
@@ -39,13 +40,20 @@ def main() -> None:
             result["busy"] = _measured(asked)
         finally:
             busy.kill()
-    result["provenance"] = provenance()
+    result |= {"instructions": asked.instructions, "provenance": provenance()}
     asked.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
 
 def _measured(asked: argparse.Namespace) -> dict[str, Any]:
-    engine = EngineConfig(max_batch=1, max_context=512, dtype="bfloat16", device="cpu", threads=2)
+    engine = EngineConfig(
+        max_batch=1,
+        max_context=512,
+        dtype="bfloat16",
+        device="cpu",
+        threads=2,
+        cpu_instructions=asked.instructions,
+    )
     config = MeasureConfig(
         batch_sizes=(1,), speed_prompts=8, rounds=asked.rounds, max_new_tokens=48, engine=engine
     )

@@ -339,6 +339,15 @@ class Traffic:
     drafted_s: float = 0.0
     gains: tuple[tuple[float, float], ...] = ()
 
+    @classmethod
+    def within(cls, new_tokens: int, context: int | None) -> "Traffic":
+        """What is assumed before any request: the usual lengths, within a service's limits on an
+        answer and on a whole context, where there is one."""
+        usual = cls()
+        output = min(usual.output_tokens, new_tokens)
+        most = math.inf if context is None else max(1, context - output)
+        return replace(usual, prompt_tokens=min(usual.prompt_tokens, most), output_tokens=output)
+
     def rounded(self) -> "Traffic":
         """The same to few digits, so that ladders of nearly equal traffic are equal."""
         return Traffic(

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from mars_ray.autoscale.policy import Decision, State, decide
-from mars_ray.autoscale.sample import Collector, ReplicaCounts, Report, step_costs
+from mars_ray.autoscale.sample import Collector, ReplicaCounts, Report, Traffic, step_costs
 from mars_ray.autoscale.service_model import ServiceModel, sized
 from mars_ray.autoscale.threshold import SetPoint
 from mars_ray.config.scaling import ScalingConfig
@@ -57,6 +57,7 @@ def autoscaling(job: ServeJob, model: ServiceModel) -> AutoscalingConfig:
                 ).model_dump_json(),
                 "model": model.to_json(),
                 "engine": job.engine.model_dump_json(),
+                "new_tokens": job.limits.new_tokens,
                 "measures_steps": job.service_model is None,
                 "memory": str(Path(job.model_cache) / "policies" / f"{job.deployment}.json"),
             },
@@ -73,10 +74,17 @@ class Autoscaler:
     """
 
     def __init__(
-        self, name: str, config: str, model: str, engine: str, measures_steps: bool, memory: str
+        self,
+        name: str,
+        config: str,
+        model: str,
+        engine: str,
+        new_tokens: int,
+        measures_steps: bool,
+        memory: str,
     ) -> None:
-        """`measures_steps`: step times come from the replicas, not from the service model.
-        `memory` is the path of the file."""
+        """`new_tokens` is the most of an answer. `measures_steps`: step times come from the
+        replicas, not from the service model. `memory` is the path of the file."""
         self._name = name
         self._config = ScalingConfig.model_validate_json(config)
         self._model = ServiceModel.from_json(model, "the service model")
@@ -84,7 +92,7 @@ class Autoscaler:
         self._measures_steps = measures_steps
         self._collector = Collector(self._config.cold_start_s)
         self._memory = Path(memory).expanduser()
-        self._state = State()
+        self._state = State(traffic=Traffic.within(new_tokens, self._engine.max_context))
         try:
             self._state = State.from_json(self._memory.read_text("utf-8"))
             logger.info("the policy goes on from %s", self._memory)

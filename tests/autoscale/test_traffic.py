@@ -152,3 +152,11 @@ def test_a_simulated_report_by_hand():
     assert load.step_s == pytest.approx(0.010)
     assert (load.prompt_rows, load.prompt_share) == (75, pytest.approx(2 / 12))
     assert load.decode_rows == pytest.approx(20 / 12)
+
+
+def test_before_any_request_lengths_are_within_the_limits():
+    """Guards a fleet that holds its replicas for slow, since their answers may be short only."""
+    usual = Traffic()
+    assert Traffic.within(48, 256) == replace(usual, prompt_tokens=208, output_tokens=48)
+    assert Traffic.within(10_000, None) == usual
+    assert Traffic.within(10, 8).prompt_tokens == 1

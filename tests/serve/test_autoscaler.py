@@ -76,7 +76,7 @@ def autoscaler(memory: Path = NOTHING) -> Autoscaler:
 def made(config: ScalingConfig, memory: Path = NOTHING, *, measures_steps: bool) -> Autoscaler:
     engine = EngineConfig(max_batch=8)
     settings = (config.model_dump_json(), MODEL.to_json(), engine.model_dump_json())
-    return Autoscaler("tiny", *settings, measures_steps, str(memory))
+    return Autoscaler("tiny", *settings, 1024, measures_steps, str(memory))
 
 
 def test_without_reports_it_holds():

@@ -148,21 +148,22 @@ struct Matrix {
     }
 };
 
-// M rows times 32 outputs, by the processor's vectors.
-template <int M>
+// M rows times 16 * V outputs of a panel, by the processor's vectors.
+template <int M, int V>
 static inline void block(const float* w, const float* x, int64_t ldx, int inputs, float* y) {
-    F a[M][2];
-    UNROLL for (int m = 0; m < M; m++) a[m][0] = a[m][1] = all(0);
-    for (int k = 0; k < inputs; k++) {
-        F w0 = load(w + (int64_t)k * PANEL), w1 = load(w + (int64_t)k * PANEL + 16);
-        _mm_prefetch((const char*)(w + (int64_t)k * PANEL) + 2048, _MM_HINT_T0);
-        _mm_prefetch((const char*)(w + (int64_t)k * PANEL) + 2112, _MM_HINT_T0);
+    F a[M][V], row[V];
+    UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < V; v++) a[m][v] = all(0);
+    for (int k = 0; k < inputs; k++, w += PANEL) {
+        UNROLL for (int v = 0; v < V; v++) {
+            row[v] = load(w + v * 16);
+            _mm_prefetch((const char*)(w + v * 16) + 2048, _MM_HINT_T0);
+        }
         UNROLL for (int m = 0; m < M; m++) {
             F b = all(x[m * ldx + k]);
-            a[m][0] = fma(w0, b, a[m][0]), a[m][1] = fma(w1, b, a[m][1]);
+            UNROLL for (int v = 0; v < V; v++) a[m][v] = fma(row[v], b, a[m][v]);
         }
     }
-    UNROLL for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
+    UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < V; v++) store(y + m * PANEL + v * 16, a[m][v]);
 }
 
 // A pair's first input lies in the low half of each 32 bits, its second in the high half.
@@ -186,56 +187,53 @@ static inline F first_of(const bf16* p) { return {shifted(half(p)), shifted(half
 static inline F second_of(const bf16* p) { return {masked(half(p)), masked(half(p + 16))}; }
 #endif
 
+template <int M, int V, class X>
+static inline void block(const bf16* w, const X* x, int64_t ldx, int inputs, float* y) {
+    F a[M][V];
+    UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < V; v++) a[m][v] = all(0);
+    for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
+        UNROLL for (int v = 0; v < V; v++) _mm_prefetch((const char*)(w + v * 32) + 2048, _MM_HINT_T0);
 #ifdef __AVX512BF16__
-template <int M>
-static inline void block(const bf16* w, const bf16* x, int64_t ldx, int inputs, float* y) {
-    __m512 a[M][2];
-    UNROLL for (int m = 0; m < M; m++) a[m][0] = a[m][1] = _mm512_setzero_ps();
-    for (int k = 0; k < inputs; k += 2) {
-        const bf16* p = w + (int64_t)k * PANEL;
-        __m512bh w0 = (__m512bh)_mm512_loadu_si512(p), w1 = (__m512bh)_mm512_loadu_si512(p + 32);
-        _mm_prefetch((const char*)p + 2048, _MM_HINT_T0);
-        _mm_prefetch((const char*)p + 2112, _MM_HINT_T0);
+        __m512bh pair[V];
+        UNROLL for (int v = 0; v < V; v++) pair[v] = (__m512bh)_mm512_loadu_si512(w + v * 32);
         UNROLL for (int m = 0; m < M; m++) {
-            int pair;
-            memcpy(&pair, x + m * ldx + k, 4);
-            __m512bh b = (__m512bh)_mm512_set1_epi32(pair);
-            a[m][0] = _mm512_dpbf16_ps(a[m][0], w0, b), a[m][1] = _mm512_dpbf16_ps(a[m][1], w1, b);
+            int both;
+            memcpy(&both, x + m * ldx + k, 4);
+            __m512bh b = (__m512bh)_mm512_set1_epi32(both);
+            UNROLL for (int v = 0; v < V; v++) a[m][v] = _mm512_dpbf16_ps(a[m][v], pair[v], b);
         }
-    }
-    UNROLL for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
-}
 #else
-template <int M>
-static inline void block(const bf16* w, const float* x, int64_t ldx, int inputs, float* y) {
-    F a[M][2];
-    UNROLL for (int m = 0; m < M; m++) a[m][0] = a[m][1] = all(0);
-    for (int k = 0; k < inputs; k += 2) {
-        const bf16* p = w + (int64_t)k * PANEL;
-        _mm_prefetch((const char*)p + 2048, _MM_HINT_T0);
-        _mm_prefetch((const char*)p + 2112, _MM_HINT_T0);
         UNROLL for (int j = 1; j >= 0; j--) {
-            F w0 = j ? second_of(p) : first_of(p), w1 = j ? second_of(p + 32) : first_of(p + 32);
+            F row[V];
+            UNROLL for (int v = 0; v < V; v++) row[v] = j ? second_of(w + v * 32) : first_of(w + v * 32);
             UNROLL for (int m = 0; m < M; m++) {
                 F b = all(x[m * ldx + k + j]);
-                a[m][0] = fma(w0, b, a[m][0]), a[m][1] = fma(w1, b, a[m][1]);
+                UNROLL for (int v = 0; v < V; v++) a[m][v] = fma(row[v], b, a[m][v]);
             }
         }
-    }
-    UNROLL for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
-}
 #endif
+    }
+    UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < V; v++) store(y + m * PANEL + v * 16, a[m][v]);
+}
 
-// Rows of a block: as many as the registers hold sums of.
+// The most rows of a block of 32 outputs, and of one of 16: as many as the registers hold sums of.
+// Where they are few, more rows share what is read of bfloat16, and a panel is read twice.
 #ifdef __AVX512F__
-constexpr int BLOCK = 12;
+template <class W> constexpr int WHOLE = 12;
+template <class W> constexpr int HALF = 12;
 #else
-constexpr int BLOCK = 3;
+template <class W> constexpr int WHOLE = sizeof(W) == 4 ? 3 : 2;
+template <class W> constexpr int HALF = sizeof(W) == 4 ? 3 : 5;
 #endif
 
 template <int M, class W, class X>
 static inline void blocks(const W* w, const X* x, int64_t ldx, int inputs, int rows, float* y) {
-    for (; rows >= M; rows -= M, x += M * ldx, y += M * PANEL) block<M>(w, x, ldx, inputs, y);
+    for (; rows >= M; rows -= M, x += M * ldx, y += M * PANEL) {
+        if constexpr (M > WHOLE<W>)
+            block<M, 1>(w, x, ldx, inputs, y), block<M, 1>(w + (sizeof(W) == 4 ? 16 : 32), x, ldx, inputs, y + 16);
+        else
+            block<M, 2>(w, x, ldx, inputs, y);
+    }
     if constexpr (M > 1)
         if (rows) blocks<M - 1>(w, x, ldx, inputs, rows, y);
 }
@@ -330,11 +328,11 @@ static inline void product(const bf16* w, const bf16* x, int64_t ldx, int inputs
 #else
 static inline void product(const bf16* w, const Input<bf16>::type* x, int64_t ldx, int inputs, int rows, float* y,
                            bool) {
-    blocks<BLOCK>(w, x, ldx, inputs, rows, y);
+    blocks<HALF<bf16>>(w, x, ldx, inputs, rows, y);
 }
 #endif
 static inline void product(const float* w, const float* x, int64_t ldx, int inputs, int rows, float* y, bool) {
-    blocks<BLOCK>(w, x, ldx, inputs, rows, y);
+    blocks<HALF<float>>(w, x, ldx, inputs, rows, y);
 }
 
 // Some rows, at most ROWS, times the outputs of a panel: y has PANEL columns. The panel is far if it is
