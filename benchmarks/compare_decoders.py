@@ -379,6 +379,7 @@ def _tasks(job: BenchDecodeJob, checkpoint: str) -> tuple[dict[int, dict[str, An
     tasks = {
         batch: {
             "batches": in_batches(prompts, batch, job.prompts),
+            "places": batch,
             "max_new_tokens": job.max_new_tokens,
             "stop_ids": list(stops),
         }

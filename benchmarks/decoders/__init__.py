@@ -5,9 +5,10 @@ A peer is a script run by any Python, so that its environment need not have this
 argument is JSON: {"peer", "checkpoint", "dtype", "max_context", "max_batch", "threads", "depths",
 "draft_adapter", "window_control"}. Its first line tells its version. Then
 
-    -> {"batches": [[[ids], ...], ...], "max_new_tokens": n, "stop_ids": [...], "temperature": t,
-        and "mode", or whatever else it alone understands}
+    -> {"batches": [[[ids], ...], ...], "places": n, "max_new_tokens": n, "stop_ids": [...],
+        "temperature": t, and "mode", or whatever else it alone understands}
     <- {"seconds": s, "tokens": [[ids], ...], ...}
 
-The sequences of a batch are decoded together, and batches one after the other.
+So many sequences as there are places are decoded together, and where one ends, the next takes its
+place, as in a service. Peers that cannot decode a batch together, and then the next.
 """

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -140,36 +141,46 @@ class _Decoder:
         self._random = np.random.default_rng(0)
 
     def answer(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Decode the task's batches one after the other."""
-        started = time.perf_counter()
-        tokens = [ids for batch in task["batches"] for ids in self._decode(batch, task)]
-        return {"seconds": time.perf_counter() - started, "tokens": tokens}
-
-    def _decode(self, prompts: list[list[int]], task: dict[str, Any]) -> list[list[int]]:
-        llama, temperature = self._llama, task["temperature"]
-        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+        """Decode the task's prompts, a number of them at a time."""
+        llama, stops, limit = self._llama, task["stop_ids"], task["max_new_tokens"]
+        prompts = [ids for batch in task["batches"] for ids in batch]
         answers: list[list[int]] = [[] for _ in prompts]
-        rows = [(i, at, ids[at]) for i, ids in enumerate(prompts) for at in range(len(ids))]
-        while rows:
-            for index, token in self._forward(rows, prompts, temperature):
-                answers[index].append(token)
+        started = time.perf_counter()
+        memory = llama.llama_get_memory(self._context)
+        llama.llama_memory_clear(memory, True)
+        waiting, free = iter(range(len(prompts))), list(range(task["places"]))
+        running: dict[int, int] = {}  # prompts by their places
+        while True:
             rows = [
-                (index, len(prompts[index]) + len(answer) - 1, answer[-1])
-                for index, answer in enumerate(answers)
-                if len(answer) < task["max_new_tokens"] and answer[-1] not in task["stop_ids"]
+                (place, len(prompts[index]) + len(answers[index]) - 1, answers[index][-1])
+                for place, index in running.items()
             ]
-        return answers
+            for index in islice(waiting, len(free)):
+                place = free.pop()
+                running[place] = index
+                rows += [(place, at, token) for at, token in enumerate(prompts[index])]
+            if not rows:
+                break
+            lengths = {place: len(prompts[index]) for place, index in running.items()}
+            for place, token in self._forward(rows, lengths, task["temperature"]):
+                answer = answers[running[place]]
+                answer.append(token)
+                if token in stops or len(answer) == limit:
+                    llama.llama_memory_seq_rm(memory, place, -1, -1)
+                    free.append(place)
+                    del running[place]
+        return {"seconds": time.perf_counter() - started, "tokens": answers}
 
     def _forward(
-        self, rows: list[tuple[int, int, int]], prompts: list[list[int]], temperature: float
+        self, rows: list[tuple[int, int, int]], lengths: dict[int, int], temperature: float
     ) -> list[tuple[int, int]]:
         """Forward rows of (sequence, position, token); the next token behind each prompt's last row
-        and all later ones."""
+        and all later ones. `lengths` are those of the sequences' prompts."""
         found = []
         for first in range(0, len(rows), _STEP_TOKENS):
             part, batch = rows[first : first + _STEP_TOKENS], self._batch
             batch.n_tokens = len(part)
-            wanted = [at >= len(prompts[index]) - 1 for index, at, _ in part]
+            wanted = [at >= lengths[index] - 1 for index, at, _ in part]
             for row, (index, at, token) in enumerate(part):
                 batch.token[row], batch.pos[row], batch.logits[row] = token, at, wanted[row]
                 batch.n_seq_id[row], batch.seq_id[row][0] = 1, index

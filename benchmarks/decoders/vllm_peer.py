@@ -79,7 +79,8 @@ def _give_threads(threads: int) -> None:
 
 
 def answer(llm: Any, task: dict[str, Any]) -> dict[str, Any]:
-    """Decode the task's batches one after the other."""
+    """Decode the task's prompts, a number of them at a time. vLLM's own process learns of the next
+    one while it is in the step after that in which a place became free."""
     vllm: Any = importlib.import_module("vllm")
     sampling = vllm.SamplingParams(
         max_tokens=task["max_new_tokens"],
@@ -88,13 +89,18 @@ def answer(llm: Any, task: dict[str, Any]) -> dict[str, Any]:
         ignore_eos=not task["stop_ids"],
         detokenize=False,
     )
-    batches = [[{"prompt_token_ids": ids} for ids in batch] for batch in task["batches"]]
-    started = time.perf_counter()
-    outputs = [
-        output for batch in batches for output in llm.generate(batch, sampling, use_tqdm=False)
-    ]
+    prompts = [ids for batch in task["batches"] for ids in batch]
+    engine, tokens = llm.llm_engine, {}
+    started, asked = time.perf_counter(), 0
+    while len(tokens) < len(prompts):
+        while asked < min(len(prompts), len(tokens) + task["places"]):
+            engine.add_request(str(asked), {"prompt_token_ids": prompts[asked]}, sampling)
+            asked += 1
+        for output in engine.step():
+            if output.finished:
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "tokens": [list(o.outputs[0].token_ids) for o in outputs]}
+    return {"seconds": seconds, "tokens": [tokens[index] for index in range(len(prompts))]}
 
 
 if __name__ == "__main__":

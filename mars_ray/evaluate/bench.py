@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -52,14 +53,21 @@ def mars_answer(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
     sampling = Sampling(temperature=task["temperature"])
     completions: list[Completion] = []
     steps = rows = 0
+    # All of them one batch, of which so many are decoded at a time.
+    batches = (
+        [[ids for batch in task["batches"] for ids in batch]]
+        if task.get("places")
+        else task["batches"]
+    )
     started, in_model = time.perf_counter(), engine.model_seconds
-    for batch in task["batches"]:
+    for batch in batches:
         done, own_steps, own_rows = _run(
             engine,
             [
                 Request(str(index), tuple(ids), mode, sampling, limit, stops)
                 for index, ids in enumerate(batch)
             ],
+            task.get("places") or len(batch),
         )
         completions += done
         steps += own_steps
@@ -74,9 +82,11 @@ def mars_answer(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _run(engine: Engine, requests: list[Request]) -> tuple[list[Completion], int, int]:
-    """The completions, the number of engine steps, and the number of positions forwarded."""
-    for request in requests:
+def _run(engine: Engine, requests: list[Request], places: int) -> tuple[list[Completion], int, int]:
+    """The completions, the number of engine steps, and the number of positions forwarded; where an
+    answer ends, the next request takes its place."""
+    waiting = iter(requests)
+    for request in islice(waiting, places):
         engine.submit(request)
     completions: dict[str, Completion] = {}
     steps = rows = 0
@@ -84,6 +94,8 @@ def _run(engine: Engine, requests: list[Request]) -> tuple[list[Completion], int
         for event in engine.step():
             if event.completion:
                 completions[event.request_id] = event.completion
+                for request in islice(waiting, 1):
+                    engine.submit(request)
         steps += 1
         rows += engine.last_rows
     return [completions[request.id] for request in requests], steps, rows
