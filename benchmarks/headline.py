@@ -243,6 +243,17 @@ HEADLINES = {
     "smollm2.exact_vs_llamacpp_b4": Headline("smollm2_decode", _times(_EXACT, _LLAMA, 4)),
     "smollm2.exact_vs_llamacpp_b8": Headline("smollm2_decode", _times(_EXACT, _LLAMA, 8)),
     "smollm2.speed_vs_llamacpp_b1": Headline("smollm2_decode", _times(_VERIFIED, _LLAMA, 1)),
+    "smollm2.speed_over_exact_b16": Headline("smollm2_decode", _times(_VERIFIED, _EXACT, 16)),
+    "smollm2.speed_vs_vllm_b16": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 16)),
+    # On a processor with AMX, before masks were bought again.
+    "amx.speed_over_exact_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _EXACT, 1)),
+    "amx.speed_over_exact_b8": Headline("smollm2_decode_amx", _times(_VERIFIED, _EXACT, 8)),
+    "amx.speed_vs_llamacpp_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _LLAMA, 1)),
+    "amx.speed_vs_vllm_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _VLLM, 1)),
+    "amx.speed_vs_vllm_b8": Headline("smollm2_decode_amx", _times(_VERIFIED, _VLLM, 8)),
+    "adapter.minutes": Headline(
+        "adapter_training_gpu", lambda result: result["run"]["seconds"] / 60
+    ),
     "race.speed_over_exact": Headline("race", _median("ratios")),
     "race.without_adapter": Headline("race", _median("without_adapter")),
     "ngram.speed_over_exact_editing": Headline(_EDIT, _times(_LOOKED_UP, _EXACT, 1)),

@@ -148,16 +148,22 @@ struct Matrix {
     }
 };
 
+// Asks for both lines of an input's weights, or of a pair's, also where a block reads one of them: the
+// next block reads the other.
+template <class W>
+static inline void ask_ahead(const W* w) {
+    _mm_prefetch((const char*)w + 2048, _MM_HINT_T0);
+    _mm_prefetch((const char*)w + 2112, _MM_HINT_T0);
+}
+
 // M rows times 16 * V outputs of a panel, by the processor's vectors.
 template <int M, int V>
 static inline void block(const float* w, const float* x, int64_t ldx, int inputs, float* y) {
     F a[M][V], row[V];
     UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < V; v++) a[m][v] = all(0);
     for (int k = 0; k < inputs; k++, w += PANEL) {
-        UNROLL for (int v = 0; v < V; v++) {
-            row[v] = load(w + v * 16);
-            _mm_prefetch((const char*)(w + v * 16) + 2048, _MM_HINT_T0);
-        }
+        ask_ahead(w);
+        UNROLL for (int v = 0; v < V; v++) row[v] = load(w + v * 16);
         UNROLL for (int m = 0; m < M; m++) {
             F b = all(x[m * ldx + k]);
             UNROLL for (int v = 0; v < V; v++) a[m][v] = fma(row[v], b, a[m][v]);
@@ -192,7 +198,7 @@ static inline void block(const bf16* w, const X* x, int64_t ldx, int inputs, flo
     F a[M][V];
     UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < V; v++) a[m][v] = all(0);
     for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
-        UNROLL for (int v = 0; v < V; v++) _mm_prefetch((const char*)(w + v * 32) + 2048, _MM_HINT_T0);
+        ask_ahead(w);
 #ifdef __AVX512BF16__
         __m512bh pair[V];
         UNROLL for (int v = 0; v < V; v++) pair[v] = (__m512bh)_mm512_loadu_si512(w + v * 32);
