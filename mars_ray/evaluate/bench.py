@@ -3,7 +3,8 @@ this process, in turn.
 
 A task is {"batches": [[[ids], ...], ...], "max_new_tokens": n, "stop_ids": [...],
 "temperature": t}, and for our engine also "mode"; an answer {"seconds": s, "tokens": [[ids], ...],
-...}. The sequences of a batch are decoded together, and batches one after the other.
+...}. The sequences of a batch are decoded together, and batches one after the other; with "places"
+our engine decodes so many at a time, and the next prompt takes the place of one that has ended.
 
 One round runs each (decoder, batch) once, in the same order, behind one that warms up by the first
 batch of each. Medians of rounds are told, so that a drift of the machine affects all.
@@ -261,7 +262,8 @@ def run_bench(job: BenchJob, console: Console) -> dict[str, Any]:
                 name = f"round {round_} of {job.rounds}" if round_ else "warming up"
                 bars.update(bar, description=f"{name}: {label}, batch {size}")
                 parts = in_batches(prompts, size, job.prompts)
-                answer = decoders[label](common | {"batches": parts if round_ else parts[:1]})
+                task = common | {"batches": parts if round_ else parts[:1], "places": size}
+                answer = decoders[label](task)
                 if round_:
                     answers[label, size].append(answer)
                     bars.say(f"{name}: {label}, batch {size}: {_speed(answer):.1f} tokens/s")
