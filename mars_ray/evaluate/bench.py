@@ -54,12 +54,9 @@ def mars_answer(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
     sampling = Sampling(temperature=task["temperature"])
     completions: list[Completion] = []
     steps = rows = 0
-    # All of them one batch, of which so many are decoded at a time.
-    batches = (
-        [[ids for batch in task["batches"] for ids in batch]]
-        if task.get("places")
-        else task["batches"]
-    )
+    batches = task["batches"]
+    if task.get("places"):
+        batches = [[ids for batch in batches for ids in batch]]
     started, in_model = time.perf_counter(), engine.model_seconds
     for batch in batches:
         done, own_steps, own_rows = _run(
