@@ -247,10 +247,8 @@ HEADLINES = {
     "smollm2.speed_vs_vllm_b16": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 16)),
     # On a processor with AMX, before masks were bought again.
     "amx.speed_over_exact_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _EXACT, 1)),
-    "amx.speed_over_exact_b8": Headline("smollm2_decode_amx", _times(_VERIFIED, _EXACT, 8)),
     "amx.speed_vs_llamacpp_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _LLAMA, 1)),
     "amx.speed_vs_vllm_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _VLLM, 1)),
-    "amx.speed_vs_vllm_b8": Headline("smollm2_decode_amx", _times(_VERIFIED, _VLLM, 8)),
     "adapter.minutes": Headline(
         "adapter_training_gpu", lambda result: result["run"]["seconds"] / 60
     ),
@@ -269,11 +267,11 @@ HEADLINES = {
     "smollm2.verified_over_exact_least": Headline(
         "smollm2_decode", _times(_VERIFIED, _EXACT, None, min)
     ),
-    # With another process that keeps one of two cores busy.
+    # The same with another process that keeps one of two cores busy.
     "smollm2.busy_over_exact": Headline(
         "busy", lambda result: statistics.median(result["busy"]["ratios"])
     ),
-    # One question at a time on an idle processor that has AVX2 and no more.
+    # One question at a time on an idle machine, by AVX2 alone.
     "smollm2.avx2_over_exact_b1": Headline(
         "busy", lambda result: statistics.median(result["idle"]["ratios"])
     ),

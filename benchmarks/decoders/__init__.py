@@ -9,6 +9,6 @@ argument is JSON: {"peer", "checkpoint", "dtype", "max_context", "max_batch", "t
         "temperature": t, and "mode", or whatever else it alone understands}
     <- {"seconds": s, "tokens": [[ids], ...], ...}
 
-So many sequences as there are places are decoded together, and where one ends, the next takes its
-place, as in a service. Peers that cannot decode a batch together, and then the next.
+As many sequences as there are places are decoded together, and where one ends, the next takes its
+place, as in a service. A peer that cannot do so decodes one batch after the other.
 """

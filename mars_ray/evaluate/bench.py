@@ -1,10 +1,10 @@
 """Tokens per second on this machine: our engine and transformers' `generate`, the same prompts in
 this process, in turn.
 
-A task is {"batches": [[[ids], ...], ...], "max_new_tokens": n, "stop_ids": [...],
+A task is {"batches": [[[ids], ...], ...], "places": n, "max_new_tokens": n, "stop_ids": [...],
 "temperature": t}, and for our engine also "mode"; an answer {"seconds": s, "tokens": [[ids], ...],
-...}. The sequences of a batch are decoded together, and batches one after the other; with "places"
-our engine decodes so many at a time, and the next prompt takes the place of one that has ended.
+...}. Our engine decodes as many sequences at a time as there are places, and the next one takes the
+place of one that has ended; transformers decodes one batch after the other.
 
 One round runs each (decoder, batch) once, in the same order, behind one that warms up by the first
 batch of each. Medians of rounds are told, so that a drift of the machine affects all.
@@ -52,24 +52,12 @@ def mars_answer(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
     mode = _MODE.validate_python(task["mode"])
     limit, stops = task["max_new_tokens"], frozenset(task["stop_ids"])
     sampling = Sampling(temperature=task["temperature"])
-    completions: list[Completion] = []
-    steps = rows = 0
-    batches = task["batches"]
-    if task.get("places"):
-        batches = [[ids for batch in batches for ids in batch]]
+    requests = [
+        Request(str(index), tuple(ids), mode, sampling, limit, stops)
+        for index, ids in enumerate(ids for batch in task["batches"] for ids in batch)
+    ]
     started, in_model = time.perf_counter(), engine.model_seconds
-    for batch in batches:
-        done, own_steps, own_rows = _run(
-            engine,
-            [
-                Request(str(index), tuple(ids), mode, sampling, limit, stops)
-                for index, ids in enumerate(batch)
-            ],
-            task.get("places") or len(batch),
-        )
-        completions += done
-        steps += own_steps
-        rows += own_rows
+    completions, steps, rows = _run(engine, requests, task["places"])
     return {
         "seconds": time.perf_counter() - started,
         "tokens": [list(completion.tokens) for completion in completions],
@@ -205,7 +193,7 @@ def _decode(
         for (label, first), name in names.items():
             if name not in kept:
                 batch = prompts[first : first + size]
-                kept[name] = answers[label](task | {"batches": [batch]})["tokens"]
+                kept[name] = answers[label](task | {"batches": [batch], "places": size})["tokens"]
             bars.advance(bar)
 
 
