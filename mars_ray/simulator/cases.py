@@ -14,7 +14,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -174,9 +174,19 @@ def _in_processes(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _let_die) as pool:
         names = {pool.submit(part): name for name, part in parts.items()}
+        under_way, error = set(names), None
         try:
-            for future in as_completed(names):
-                yield names[future], future.result()
+            while under_way:
+                done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                for future in done:
+                    if failed := future.exception():
+                        error = error or failed
+                        # Those that have begun are finished, so that their values are kept.
+                        under_way = {other for other in under_way if not other.cancel()}
+                    else:
+                        yield names[future], future.result()
+            if error:
+                raise error
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()
