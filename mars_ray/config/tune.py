@@ -1,13 +1,14 @@
 """A sweep: a training job whose last stage is tried with many settings."""
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import DISTINCT, Config, Names
+from mars_ray.config.base import Config, Names
 from mars_ray.config.decode import EngineConfig, check_generation
 from mars_ray.config.evaluate import Task
-from mars_ray.config.modes import Threshold
+from mars_ray.config.modes import Modes, VerifiedMode
 from mars_ray.config.train import MarsObjective, StageConfig, TrainJob
 
 # Not the length or evaluation interval of trials: early stopping compares trials by them.
@@ -87,8 +88,9 @@ class Objectives(Config):
 
     While it trains: its score, expected T/F minus `clean_ce_weight` times the clean stream's loss,
     both held out and teacher-forced. Afterwards the trials that nothing beats in both generate:
-    accuracy in mode `exact`, and T/F where it is highest: of `exact` and of the thresholds that
-    cost at most `max_accuracy_loss`.
+    accuracy in mode `exact`, and T/F where it is highest: of `exact` and of the modes that cost at
+    most `max_accuracy_loss`. A task without reference answers counts as accuracy the share of
+    tokens that the model itself would have chosen.
     """
 
     clean_ce_weight: float = Field(
@@ -96,18 +98,14 @@ class Objectives(Config):
     )
     task: Task
     max_new_tokens: int = Field(default=256, ge=1)
-    thresholds: Annotated[tuple[Threshold, ...], DISTINCT] = Field(
-        default=(1.0, 0.5, 0.1), min_length=1, description="thresholds of mode verified"
-    )
-    groups: int = Field(
-        default=65,
-        ge=1,
-        le=65,
-        description="outcomes of a step that get masks in generation; the default, all of them, "
-        "is what the expected T/F assumes, and right where rows are free",
+    modes: Modes = Field(
+        default=tuple(VerifiedMode(threshold=value, groups=65) for value in (1.0, 0.5, 0.1)),
+        min_length=1,
+        description="modes that survivors generate in; the default's masks for all outcomes are "
+        "what the expected T/F assumes, and right where rows are free",
     )
     max_accuracy_loss: float = Field(
-        default=0.01, ge=0, le=1, description="accuracy that a threshold may cost, as a share"
+        default=0.01, ge=0, le=1, description="accuracy that a mode may cost, as a share"
     )
     max_survivors: int = Field(
         default=8, ge=1, description="trials that generate, best score first"
@@ -131,19 +129,28 @@ class TuneJob(Config):
     space: dict[str, Parameter] = Field(
         min_length=1, description="by dotted key of the last stage, such as optimizer.learning_rate"
     )
-    trials: int = Field(ge=1)
+    trials: int | None = Field(
+        default=None, ge=1, description="needed but for `grid`, which tries every combination"
+    )
     max_concurrent: int | None = Field(
         default=None,
         ge=1,
         description="trials at once; default: as many as there is room for at first",
     )
-    searcher: Literal["random", "optuna"] = "random"
+    searcher: Literal["random", "grid", "optuna"] = "random"
     scheduler: Scheduler = NoScheduler()
     retries: int = Field(
         default=2, ge=0, description="restarts of a trial that died with its process"
     )
     seed: int = Field(default=0, ge=0, lt=2**32)
     objectives: Objectives
+
+    @property
+    def points(self) -> int:
+        """Number of trials."""
+        if self.trials is not None:
+            return self.trials
+        return math.prod(len(each.values) for each in self.space.values() if each.type == "choice")
 
     @property
     def stage_name(self) -> str:
@@ -159,18 +166,24 @@ class TuneJob(Config):
         where = f"train.stages.{self.stage_name}"
         if not isinstance(self.stage.objective, MarsObjective):
             raise ValueError(f"{where}.objective: a sweep wants mars, the mask schedule's")
-        if self.stage.steps is None:
-            raise ValueError(f"{where}: give steps, not epochs: trials are compared by steps")
+        if self.stage.epochs is not None:
+            raise ValueError(
+                f"{where}: give steps or minutes, not epochs: trials are compared at equal ones"
+            )
         if self.train.data.eval is None:
             raise ValueError("train.data.eval is missing: trials are compared on held-out data")
-        for key in self.space:
+        for key, parameter in self.space.items():
             if not key.startswith(TUNABLE):
                 raise ValueError(f"space.{key}: a key must begin with {' or '.join(TUNABLE)}")
+            if self.searcher == "grid" and not isinstance(parameter, Choice):
+                raise ValueError(f"space.{key}: searcher grid wants a choice")
+        if (self.trials is None) != (self.searcher == "grid"):
+            raise ValueError("give trials, but not with searcher grid: it tries all combinations")
         scheduler, steps, every = self.scheduler, self.stage.steps, self.stage.eval_every_steps
         if isinstance(scheduler, NoScheduler):
             return self
-        if every is None:
-            raise ValueError(f"{where}.eval_every_steps is missing: {scheduler.type} needs it")
+        if steps is None or every is None:
+            raise ValueError(f"{where}: {scheduler.type} needs steps and eval_every_steps")
         # The last evaluation does not count: the trial ends there in any case.
         last = (steps - 1) // every * every
         if scheduler.grace_steps > last:

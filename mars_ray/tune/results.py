@@ -21,7 +21,7 @@ from rich.table import Table
 
 from mars_ray.cluster.connection import cluster_gpus, gpus_each
 from mars_ray.config.evaluate import EvaluateJob
-from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
+from mars_ray.config.modes import ExactMode, Mode
 from mars_ray.config.tune import Objectives, TuneJob
 from mars_ray.core.frontier import Frontier, FrontierPoint, read_frontier, undominated
 from mars_ray.decode.kv_cache import model_context
@@ -79,11 +79,10 @@ def measure(
     """
     output_dir = Path(job.output_dir)
     asked = job.objectives
-    verified = tuple(VerifiedMode(threshold=t, groups=asked.groups) for t in asked.thresholds)
     jobs = {START: _evaluation(job, START, start_model, (ExactMode(),))}
     for trial in trials:
         assert trial.model is not None
-        jobs[trial.trial] = _evaluation(job, trial.trial, output_dir / trial.model, verified)
+        jobs[trial.trial] = _evaluation(job, trial.trial, output_dir / trial.model, asked.modes)
     missing = {name: each for name, each in jobs.items() if not written(each)}
     console.print(f"generating with {len(missing)} of {len(jobs)} models")
     gpus = 0.0
@@ -108,9 +107,9 @@ def measure(
 
 def fastest(frontier: Frontier, objectives: Objectives) -> FrontierPoint:
     """The point with most T/F of those that cost at most the stated loss against `exact`."""
-    least = frontier.points[0].accuracy - objectives.max_accuracy_loss
     # A tolerance for rounding, because accuracies are shares of a count.
-    kept = [point for point in frontier.points if point.accuracy >= least - 1e-9]
+    most = 100 * objectives.max_accuracy_loss + 1e-9
+    kept = [point for point in frontier.points if point.points_lost <= most]
     return max(kept, key=lambda point: point.tokens_per_forward)
 
 
@@ -160,8 +159,8 @@ class Row:
     exact_accuracy_low: float | None
     exact_accuracy_high: float | None
     threshold: float | None  # of the fastest point that keeps quality; None if that is `exact`
-    threshold_accuracy: float | None
-    tokens_per_forward: float | None  # of the same point
+    points_lost: float | None  # of the same point
+    tokens_per_forward: float | None
     tokens_per_forward_lossless: float | None
     attempts_failed: int
     error: str | None  # from the last failed attempt
@@ -192,7 +191,7 @@ def rows_of(
                 exact_accuracy_low=exact.accuracy_low if exact else None,
                 exact_accuracy_high=exact.accuracy_high if exact else None,
                 threshold=speed.threshold if speed else None,
-                threshold_accuracy=speed.accuracy if speed else None,
+                points_lost=speed.points_lost if speed else None,
                 tokens_per_forward=speed.tokens_per_forward if speed else None,
                 tokens_per_forward_lossless=lossless[0] if lossless else None,
                 attempts_failed=len(trial.errors),
@@ -210,7 +209,6 @@ def rows_of(
 
 def summary_of(job: TuneJob, rows: list[Row], frontiers: dict[str, Frontier]) -> dict[str, Any]:
     """A summary of the sweep in a few numbers."""
-    assert job.stage.steps is not None
     trained = 0
     for row in rows:
         # Up to the last checkpoint: a run continues while Tune decides to end it.
@@ -223,8 +221,6 @@ def summary_of(job: TuneJob, rows: list[Row], frontiers: dict[str, Frontier]) ->
         **{status: statuses.count(status) for status in ("finished", "stopped", "failed")},
         "attempts_failed": sum(row.attempts_failed for row in rows),
         "steps_trained": trained,
-        "steps_if_all_ran_to_the_end": job.trials * job.stage.steps,
-        "steps_saved_factor": round(job.trials * job.stage.steps / max(1, trained), 2),
         "start_exact_accuracy": frontiers[START].points[0].accuracy,
         "best": asdict(rows[0]),
     }

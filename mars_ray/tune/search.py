@@ -19,8 +19,9 @@ cut off.
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +38,6 @@ from ray.tune.search import (
 from ray.tune.search.optuna import OptunaSearch
 
 from mars_ray.config.load import parse_job, put_value
-from mars_ray.config.modes import VerifiedMode
 from mars_ray.config.train import MarsObjective, TrainJob
 from mars_ray.config.tune import (
     AshaScheduler,
@@ -46,6 +46,7 @@ from mars_ray.config.tune import (
     LogUniform,
     TuneJob,
 )
+from mars_ray.core.frontier import mode_label
 from mars_ray.errors import ConfigError
 from mars_ray.files import append, read_journal
 
@@ -153,9 +154,8 @@ def check_space(job: TuneJob) -> None:
         is_choice = isinstance(parameter, Choice)
         for value in parameter.values if is_choice else (parameter.low, parameter.high):
             _check_point(job, {key: _plain(value) if is_choice else value})
-    generator = np.random.default_rng(job.seed)
-    for _ in range(_TRIED_POINTS):
-        _check_point(job, values_at(job, draw(job, generator)))
+    for point in _some_points(job):
+        _check_point(job, values_at(job, point))
 
 
 def _check_point(job: TuneJob, values: Mapping[str, Any]) -> None:
@@ -163,13 +163,23 @@ def _check_point(job: TuneJob, values: Mapping[str, Any]) -> None:
     if not isinstance(objective, MarsObjective):
         return
     asked, depth = job.objectives, objective.max_block_size
-    rows = VerifiedMode(groups=asked.groups).most_rows(depth)
-    if rows > asked.engine.step_tokens:
-        raise ConfigError(
-            f"objectives.engine.max_step_tokens {asked.engine.step_tokens} is too small: with "
-            f"groups {asked.groups}, a model of block size {depth} generates by forwards of {rows} "
-            "rows; set it to that at least, or lower objectives.groups"
-        )
+    for mode in asked.modes:
+        rows = mode.most_rows(depth)
+        if rows > asked.engine.step_tokens:
+            raise ConfigError(
+                f"objectives.engine.max_step_tokens {asked.engine.step_tokens} is too small: in "
+                f"{mode_label(mode.model_dump())}, a model of block size {depth} generates by "
+                f"forwards of {rows} rows; set it to that at least, or lower its groups"
+            )
+
+
+def _some_points(job: TuneJob) -> Iterator[dict[str, float]]:
+    if job.searcher == "grid":
+        every = [domain["grid_search"] for domain in domains(job).values()]
+        yield from (dict(zip(job.space, point, strict=True)) for point in product(*every))
+        return
+    generator = np.random.default_rng(job.seed)
+    yield from (draw(job, generator) for _ in range(_TRIED_POINTS))
 
 
 def draw(job: TuneJob, generator: np.random.Generator) -> dict[str, float]:
@@ -262,7 +272,8 @@ def domains(job: TuneJob) -> dict[str, Any]:
     for key, parameter in job.space.items():
         match parameter:
             case Choice(values=values):
-                found[key] = tune.choice(list(range(len(values))))
+                every = tune.grid_search if job.searcher == "grid" else tune.choice
+                found[key] = every(list(range(len(values))))
             case IntRange(low=low, high=high):
                 found[key] = tune.randint(low, high + 1)
             case LogUniform(low=low, high=high):

@@ -111,9 +111,9 @@ class _Run(threading.Thread):
     def next_evaluation(self) -> tuple[int, dict[str, float]] | None:
         """The first evaluation that was not passed on yet; the last step's is left out."""
         # Reads the file from the start each time, because a restarted run truncates it.
+        last = None
         for record in MetricsReader(self._plan.metrics_file).new():
-            step = record["step"]
-            last = self._plan.config.steps
+            step, last = record["step"], record.get("total_steps", last)
             if record["kind"] != "eval" or step <= self._seen_step or step == last:
                 continue
             self._seen_step = step

@@ -265,11 +265,11 @@ def test_a_demo_of_one_stage_is_refused():
         parse_job(table, source="demo.toml")
 
 
-def test_thresholds_of_a_sweep_differ(monkeypatch):
+def test_modes_of_a_sweep_differ(monkeypatch):
     """Guards a refusal after all trials have been trained."""
     monkeypatch.chdir(ROOT)
-    with pytest.raises(ConfigError, match=r"objectives\.thresholds: holds 0\.5 twice"):
-        load_job("jobs/tune-demo.toml", ["objectives.thresholds=[0.5, 0.5]"])
+    with pytest.raises(ConfigError, match=r"objectives\.modes: holds .* twice"):
+        load_job("jobs/tune-demo.toml", ["objectives.modes=['verified', 'verified']"])
 
 
 def test_anchored_rows_need_whole_weights():

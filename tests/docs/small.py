@@ -50,7 +50,11 @@ SMALL: dict[str, tuple[str, ...]] = {
         *("trials=2", "scheduler={type='none'}", "train.data.train.count=200"),
         *("train.stages.mars.steps=4", "train.stages.mars.eval_every_steps=2"),
         *("train.stages.mars.eval_rows=8", "train.checkpoint.every_steps=2"),
-        *("objectives.task.count=4", "objectives.thresholds=[1.0]", "objectives.max_new_tokens=8"),
+        *(
+            "objectives.task.count=4",
+            "objectives.modes=['verified']",
+            "objectives.max_new_tokens=8",
+        ),
     ),
     "generate-smollm2": (
         *("prompts.limit=24", "max_new_tokens=32"),

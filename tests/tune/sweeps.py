@@ -51,7 +51,7 @@ def make_table(model: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
         "objectives": {
             "task": {"type": "corpus", "count": 4},
             "max_new_tokens": 8,
-            "thresholds": [1.0, 0.5],
+            "modes": [{"type": "verified", "threshold": t} for t in (1.0, 0.5)],
             "engine": {"max_batch": 4, "max_context": 160, "threads": 1},
         },
         "train": train,

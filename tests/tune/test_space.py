@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.tune.search.variant_generator import generate_variants
 from rich.console import Console
 from tune.sweeps import make_sweep, make_table
 
@@ -15,11 +16,12 @@ from mars_ray.config.load import parse_job, read_toml
 from mars_ray.config.train import MarsObjective, MixedBlockSize
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError, DataError, TrainingError
-from mars_ray.tune.search import check_space, draw, trial_job, values_at
+from mars_ray.tune.search import check_space, domains, draw, trial_job, values_at
 from mars_ray.tune.sweep import _claim, absolute, run_trials, trials_at_once
 from mars_ray.tune.trial import job_of
 
 NOWHERE = Path("nowhere")
+SIZES = {"type": "choice", "values": [{"type": "constant", "size": size} for size in (2, 4)]}
 
 
 def with_space(**space: Any) -> TuneJob:
@@ -35,6 +37,33 @@ def test_a_point_becomes_the_job_with_its_settings():
     assert stage.optimizer.learning_rate == 2e-3
     assert isinstance(stage.objective, MarsObjective)
     assert stage.objective.block_size == MixedBlockSize(sizes=(2, 4), weights=(1.0, 1.0))
+
+
+def test_a_grid_is_every_combination_once():
+    """Guards a sweep that leaves out the setting that others are compared with."""
+    shares = {"type": "choice", "values": [0.5, 0.75, 1.0]}
+    space = {"objective.block_size": SIZES, "objective.noisy_share": shares}
+    job = make_sweep(NOWHERE, NOWHERE, searcher="grid", trials=None, space=space)
+    assert job.points == 6
+    found = [json.dumps(values_at(job, point)) for _, point in generate_variants(domains(job))]
+    assert len(found) == len(set(found)) == 6
+    # A point that is no job is refused before any trial, wherever in the grid it lies.
+    shares["values"].append(1.5)
+    with pytest.raises(ConfigError, match="noisy_share"):
+        check_space(make_sweep(NOWHERE, NOWHERE, searcher="grid", trials=None, space=space))
+
+
+def test_trials_of_equal_minutes():
+    """Other schedules' steps cost more; early stopping compares by steps."""
+    table = make_table(NOWHERE, NOWHERE, scheduler={"type": "none"})
+    stage = table["train"]["stages"]["mars"]
+    stage["minutes"] = stage.pop("steps") / 60
+    job = parse_job(table, source="test")
+    assert isinstance(job, TuneJob)
+    assert job.stage.minutes == 0.2
+    table["scheduler"] = {"type": "asha", "grace_steps": 3}
+    with pytest.raises(ConfigError, match="asha needs steps"):
+        parse_job(table, source="test")
 
 
 def test_drawn_points_lie_in_the_space():
@@ -72,6 +101,9 @@ def test_a_space_beyond_the_configuration_is_refused_before_anything_starts(
     [
         ({"space": {"steps": {"type": "int_range", "low": 1, "high": 4}}}, "begin with"),
         ({"scheduler": {"type": "asha", "grace_steps": 10}}, "grace_steps 10 is never reached"),
+        ({"trials": None}, "give trials"),
+        ({"searcher": "grid"}, r"space\.optimizer\.learning_rate: searcher grid wants a choice"),
+        ({"searcher": "grid", "space": {"objective.grid": SIZES}}, "not with searcher grid"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(change: dict[str, Any], message: str):
@@ -125,6 +157,7 @@ def test_generation_that_would_be_refused_is_refused_before_any_trial(tmp_path: 
         "objective.block_size": {"type": "choice", "values": [{"type": "constant", "size": 24}]}
     }
     table = make_table(NOWHERE, tmp_path / "sweep", space=space)
+    table["objectives"]["modes"] = [{"type": "verified", "groups": 65}]
     large = parse_job(table, source="test")
     assert isinstance(large, TuneJob)
     with pytest.raises(ConfigError, match=r"max_step_tokens 512 is too small: .* of 625 rows"):
