@@ -65,14 +65,17 @@ def _own_answers(data: str) -> str:
     return f"{data}.train.paths={answers} {data}.eval.paths={answers}"
 
 
+def _gsm8k(key: str, file: str) -> str:
+    return f"{key}.paths='[\"/shared/data/gsm8k/{file}\"]'"
+
+
 SUBMISSIONS = (
     Submission(
         "train-gsm8k",
         "train",
         "both stages from scratch on GSM8K, two workers without GPUs",
-        options=f"{_runs('gsm8k')} "
-        "data.train.paths='[\"/shared/data/gsm8k/train.jsonl.gz\"]' "
-        "data.eval.paths='[\"/shared/data/gsm8k/test.jsonl\"]'",
+        options=f"{_runs('gsm8k')} {_gsm8k('data.train', 'train.jsonl.gz')} "
+        f"{_gsm8k('data.eval', 'test.jsonl')}",
     ),
     Submission(
         "train-qwen2.5-0.5b",
@@ -120,6 +123,15 @@ SUBMISSIONS = (
         "a sweep over mask schedules, from the tiny demo's first stage",
         options=f"{_runs('tune-demo')} train.output_dir=/shared/runs/tune-demo/best "
         "train.model.path=/shared/runs/demo/models/ar",
+    ),
+    Submission(
+        "tune-gsm8k",
+        "tune",
+        "eight mask schedules of equal minutes, from the first stage of `train-gsm8k`",
+        options=f"{_runs('tune-gsm8k')} train.output_dir=/shared/runs/tune-gsm8k/best "
+        "train.model.path=/shared/runs/gsm8k/models/ar "
+        f"{_gsm8k('train.data.train', 'train.jsonl.gz')} {_gsm8k('train.data.eval', 'test.jsonl')} "
+        f"{_gsm8k('objectives.task.kinds.gsm8k', 'test.jsonl')}",
     ),
     Submission(
         "generate-demo",

@@ -50,6 +50,12 @@ class ScalingConfig(Config):
         "raise_dwell_s": "the threshold rises once a higher one has been enough for 15 s",
     }
 
+    target_ongoing_requests: float | None = Field(
+        default=None,
+        gt=0,
+        description="with it Ray Serve's own rule decides: a replica for so many requests; the "
+        "threshold stays at its set-point",
+    )
     slo: Slo = Slo()
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(default=4, ge=1)

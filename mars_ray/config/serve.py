@@ -127,8 +127,16 @@ class ServedModel(Config):
                     "with a fixed number of replicas, only `scaling.threshold` and `scaling.slo` "
                     "have an effect"
                 )
-            if self.service_model:
-                raise ValueError("`service_model` has no effect with a fixed number of replicas")
+        elif not self.has_policy:
+            taken = {"target_ongoing_requests", "min_replicas", "max_replicas", "scale_to_zero"}
+            taken |= {"idle_to_zero_s", "threshold", "slo"}
+            if scaling != ScalingConfig(**{key: getattr(scaling, key) for key in taken}):
+                raise ValueError(
+                    "with scaling.target_ongoing_requests Ray Serve decides, and of `scaling` only "
+                    f"{', '.join(sorted(taken))} have an effect"
+                )
+        if self.service_model and not self.has_policy:
+            raise ValueError("`service_model` has no effect where our policy does not decide")
         if self.default_mode and (problem := self.engine.unsupported(self.default_mode)):
             raise ValueError(f"default_mode: {problem}")
         if workers > 1 and gpus not in (None, 0, workers):
@@ -157,6 +165,11 @@ class ServedModel(Config):
     def set_point(self) -> Threshold:
         """The threshold at rest, for requests whose quality tolerates it."""
         return self.scaling.threshold.set_point
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether our policy decides replicas and threshold."""
+        return self.replicas == "auto" and self.scaling.target_ongoing_requests is None
 
     @property
     def most_replicas(self) -> int:

@@ -65,6 +65,18 @@ def autoscaling(job: ServeJob, model: ServiceModel) -> AutoscalingConfig:
     )
 
 
+def rays_rule(scaling: ScalingConfig) -> AutoscalingConfig:
+    """Serve's scaling settings for its own rule, with its own delays."""
+    assert scaling.target_ongoing_requests is not None
+    return AutoscalingConfig(
+        min_replicas=0 if scaling.scale_to_zero else scaling.min_replicas,
+        initial_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        target_ongoing_requests=scaling.target_ongoing_requests,
+        downscale_to_zero_delay_s=scaling.idle_to_zero_s,
+    )
+
+
 class Autoscaler:
     """The policy of one model as Serve calls it; created with every deployment and when the
     controller restarts.

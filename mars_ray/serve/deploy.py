@@ -42,7 +42,7 @@ from mars_ray.model.places import (
     pinned,
     pinned_adapter,
 )
-from mars_ray.serve.autoscaler import autoscaling
+from mars_ray.serve.autoscaler import autoscaling, rays_rule
 from mars_ray.serve.ingress.auth import ApiKeys
 from mars_ray.serve.ingress.deployment import Ingress
 from mars_ray.serve.ingress.router import PrefixRouter
@@ -126,7 +126,8 @@ def _replicas(job: ServeJob, built_s: float) -> serve.Application:
         placement["placement_group_strategy"] = "PACK" if is_split else "STRICT_PACK"
     count: dict[str, Any] = {"num_replicas": job.replicas}
     if job.replicas == "auto":
-        count = {"autoscaling_config": autoscaling(job, service_model(job))}
+        policy = autoscaling(job, service_model(job)) if job.has_policy else rays_rule(job.scaling)
+        count = {"autoscaling_config": policy}
     # Serve's own router takes the less loaded of two.
     router = {"request_router_class": PrefixRouter} if job.router == "prefix" else {}
     # Ray's annotation lacks its own default, None.

@@ -56,7 +56,7 @@ class Setting:
 
     @classmethod
     def of(cls, job: ServeJob, built_s: float) -> "Setting":
-        return cls(built_s, job.set_point, job.replicas == "auto")
+        return cls(built_s, job.set_point, job.has_policy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from mars_ray.errors import ConfigError, ModelError
 from mars_ray.model.directory import read_card, write_card
 from mars_ray.serve import deploy
 from mars_ray.serve.deploy import build_app, check, service_model
+from mars_ray.serve.threshold_actor import Setting
 
 
 def test_a_checkpoint_that_is_none_is_refused_at_once(job, tmp_path):
@@ -136,6 +137,27 @@ def test_settings_of_the_policy_are_refused_where_none_is_in_charge(settings):
     fixed = {"threshold": {"set_point": 0.5}, "slo": {"time_per_token_s": 0.03}}
     job = ServeJob.model_validate({"checkpoint": "m", "replicas": 2, "scaling": fixed})
     assert ServeJob.model_validate(job.model_dump()).set_point == 0.5
+
+
+def test_rays_own_rule_may_decide(job):
+    """Guards a service that asks for Ray's rule and is scaled by ours, or has settings of ours."""
+    scaling = {"target_ongoing_requests": 8, "min_replicas": 2, "scale_to_zero": True}
+    asked = job.model_dump() | {"replicas": "auto", "scaling": scaling}
+    given = ServeJob.model_validate(asked)
+    for each, is_rays in ((given, True), (ServeJob.model_validate(job.model_dump()), False)):
+        built = deploy._replicas(each, 0.0)._bound_deployment._deployment_config
+        config = built.autoscaling_config
+        assert config is not None
+        assert config.policy.is_default_policy_function() is is_rays
+        assert Setting.of(each, 0.0).is_auto is not is_rays
+        if is_rays:
+            assert config.target_ongoing_requests == 8
+            assert (config.min_replicas, config.initial_replicas) == (0, 2)
+    with pytest.raises(ValidationError, match="Ray Serve decides"):
+        ServeJob.model_validate(asked | {"scaling": scaling | {"cold_start_s": 5.0}})
+    with pytest.raises(ValidationError, match="service_model"):
+        ServeJob.model_validate(asked | {"service_model": "model.json"})
+    assert ServeJob.model_validate(given.model_dump()) == given
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ class ReplicaClient:
 
     async def decided(self) -> Decided | None:
         """The latest decision of the autoscaling policy, if one is in charge."""
-        return await self._decided.get() if self._job.replicas == "auto" else None
+        return await self._decided.get() if self._job.has_policy else None
 
     async def _asked_for_status(self) -> Sequence[ReplicaStatus] | None:
         """The status of the replicas that answer, or None if there are no replicas."""
