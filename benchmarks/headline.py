@@ -334,6 +334,11 @@ HEADLINES = {
     ),
     "story.total_minutes": Headline("story", _at("minutes", "cluster")),
     "story.kills_survived": Headline("story", lambda result: len(result["killed"])),
+    # The least of the seeds.
+    "sweep.winner_over_paper": Headline(
+        "sweep", lambda result: min(run["winner"] / run["paper"] for run in result["seeds"])
+    ),
+    "sweep.seeds": Headline("sweep", lambda result: len(result["seeds"])),
     "trade.in_time_ours": Headline("trade", _trade("ours", _at("live", "attainment"))),
     "trade.in_time_pinned": Headline("trade", _trade("pinned", _at("live", "attainment"))),
     "trade.points_lost": Headline("trade", _trade("ours", _at("points_lost"))),

@@ -65,16 +65,18 @@ _SETTLED_S = 15.0  # a replica that was listed this long ago is serving
 def main() -> None:
     """Do the live run and its simulation, and compare their figures."""
     asked = _arguments()
-    kept = json.loads(asked.again.read_text()) if asked.again else {}
+    kept: dict[str, Any] = json.loads(asked.again.read_text()) if asked.again else {}
     job = ServeJob.model_validate(kept["job"]) if "job" in kept else _job(asked)
     model = service_model(job)
-    kept = kept or _live_run(asked, job)
+    if not kept:
+        kept = _live_run(asked, job) | {"job": job.model_dump(mode="json")}
+        # What took minutes is there whatever becomes of the simulation; --again goes on from it.
+        asked.output.write_text(json.dumps(kept) + "\n")
     rows, watched = _told_of(kept)
     twin = simulated(job, model, rows, watched, kept["kill_at_s"])
     figures = summarise(twin.outcome, job.scaling.slo, 100.0)
     figures["answer_p90_s"] = percentile(twin.answers_s, 0.9)
     more = {
-        "job": job.model_dump(mode="json"),
         "slowness": [slowdown.slowness for slowdown in twin.told.slowdowns],
         "cold_start_s": twin.told.cold_start_s,
         "overhead_s": twin.told.overhead_s,
@@ -342,7 +344,7 @@ def _timeline(watched: Watched, rows: list[Asked]) -> dict[str, Any]:
 
 
 def _simulated_timeline(outcome: Outcome) -> dict[str, list[float]]:
-    names = ("at_s", "arrivals_per_s", "ready", "starting", "threshold", "outstanding")
+    names = ("at_s", "arrivals_per_s", "ready", "threshold", "outstanding")
     return {name: getattr(outcome.timeline, name).tolist() for name in names}
 
 

@@ -4,7 +4,8 @@
 
 The same arrivals three times on Ray Serve, in `confidence` on a model that MARS has trained, of
 which one replica carries less than comes in the middle: ours; with the threshold pinned at 1; with
-two replicas from the start, pinned too. Beside the model lies a `frontier.json`, by which
+two replicas from the start, pinned too. A replica waits at its start, as a large model's would
+that is read on a machine with a GPU. Beside the model lies a `frontier.json`, by which
 the policy knows what a threshold brings and costs; that of the result is `mars-ray evaluate` on 24
 questions of GSM8K's training set, 64 new tokens, `confidence` at 0.95, 0.8, 0.6, 0.4 and 0.3.
 Each run is one of live_autoscale.py, which also simulates it.
@@ -34,6 +35,7 @@ JOB = (
     "engine.max_context=512",
     "scaling.quality_budget_points=20.0",
 )
+_SLOW_START = Path(__file__).parent / "lib" / "slow_start"
 
 
 def main() -> None:
@@ -42,12 +44,13 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("output", type=Path)
     parser.add_argument("--gsm8k", default="../shared/data/gsm8k/test.jsonl")
-    parser.add_argument("--rates", nargs=3, default=["0.15", "0.6", "0.15"])
-    parser.add_argument("--stage-s", nargs=3, default=["30", "120", "40"])
+    parser.add_argument("--rates", nargs=3, default=["0.25", "1.4", "0.25"])
+    parser.add_argument("--stage-s", nargs=3, default=["20", "120", "50"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--arms", nargs="+", choices=[*ARMS], default=[*ARMS], help="to be run")
-    parser.add_argument("--ttft-s", default="15")
-    parser.add_argument("--time-per-token-s", default="0.15")
+    parser.add_argument("--ttft-s", default="4")
+    parser.add_argument("--time-per-token-s", default="0.1")
+    parser.add_argument("--slow-start-s", default="40", help="that a replica waits at its start")
     parser.add_argument("--floor", default="0.3")
     parser.add_argument("--directory", type=Path, default=Path("runs/trade"))
     asked = parser.parse_args()
@@ -66,7 +69,9 @@ def main() -> None:
             if not output.exists():
                 continue
             runs.append({"arm": arm, "seed": seed} | _told(json.loads(output.read_text()), lost))
-    result = {"points_lost": lost, "runs": runs, "provenance": provenance()}
+    result = {"points_lost": lost, "ttft_s": float(asked.ttft_s), "runs": runs}
+    result["slow_start_s"] = float(asked.slow_start_s)
+    result["provenance"] = provenance()
     asked.output.write_text(json.dumps(result, indent=1) + "\n")
     for run in runs:
         print(run["arm"], run["seed"], run["live"], f"{run['points_lost']:.2f} points")
@@ -78,7 +83,8 @@ def _run(asked: argparse.Namespace, seed: int, output: Path, overrides: tuple[st
     words += ["--gsm8k", asked.gsm8k, "--output", str(output), "--seed", str(seed)]
     words += ["--rates", *asked.rates, "--stage-s", *asked.stage_s, "--max-batch", "1"]
     words += ["--ttft-s", asked.ttft_s, "--time-per-token-s", asked.time_per_token_s]
-    words += ["--floor", asked.floor, "--set", *JOB, *overrides]
+    slow = f'environment={{PYTHONPATH="{_SLOW_START}", SLOW_START_S="{asked.slow_start_s}"}}'
+    words += ["--floor", asked.floor, "--set", *JOB, slow, *overrides]
     subprocess.run(words, check=True)
 
 

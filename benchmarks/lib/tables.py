@@ -541,17 +541,54 @@ def story(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def sweep(result: dict[str, Any]) -> list[str]:
+    """A sweep's trials, best first, then its winner and the paper's setting by seed."""
+    lines = [
+        "| blocks | noisy share | steps | held-out loss of the clean stream | T/F | threshold |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["trials"]:
+        values, threshold = row["values"], row["threshold"]
+        shown = "-" if threshold is None else f"{threshold:g}"
+        lines.append(
+            f"| {_blocks(values['objective.block_size'])} | {values['objective.noisy_share']:g} | "
+            f"{row['steps']} | {row['clean_ce']:.3f} | {row['tokens_per_forward']:.3f} | {shown} |"
+        )
+    seeds = "; ".join(
+        f"seed {run['seed']}: {run['winner']:.3f} against {run['paper']:.3f}"
+        for run in result["seeds"]
+    )
+    return [
+        *lines,
+        "",
+        f"{result['minutes']:g} minutes a trial, two at a time; T/F of `confidence` where at most "
+        f"{result['most_lost']:.0%} of the tokens are not the model's own choices, "
+        f"{result['problems']} problems. The winner against the paper's setting: {seeds}. "
+        f"{machine(result['provenance'])}.",
+    ]
+
+
+def _blocks(size: dict[str, Any]) -> str:
+    match size["type"]:
+        case "constant":
+            return f"{size['size']}"
+        case "mixed":
+            return " and ".join(map(str, size["sizes"])) + " mixed"
+        case _:
+            return ", then ".join(str(step["size"]) for step in size["steps"])
+
+
 def trade(result: dict[str, Any]) -> list[str]:
     """The threshold against a replica, live: three arms on the same arrivals."""
     lines = [
-        "| | seed | in time | first token, P90 | whole answer, P90 | replica-seconds | threshold "
-        "below 1 | points lost | back at 1 after the second replica |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| | seed | in time | refused at first | first token, P90 | whole answer, P90 | "
+        "replica-seconds | threshold below 1 | points lost | back at 1 after the second replica |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in result["runs"]:
         told, back = run["live"], run["quality_recovered_s"]
         lines.append(
-            f"| {run['arm']} | {run['seed']} | {told['attainment']:.1%} | "
+            f"| {run['arm']} | {run['seed']} | {told['attainment']:.1%} | {told['refused']} | "
             f"{told['ttft_p90_s']:.1f} s | {told['answer_p90_s']:.1f} s | "
             f"{told['replica_s']:.0f} | {told['below_set_point_s']:.0f} s | "
             f"{run['points_lost']:.2f} | {'-' if back is None else f'{back:.0f} s'} |"
@@ -567,7 +604,8 @@ def trade(result: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"{counts} requests by seed ({rates}); a replica of ours took {starts} s to start. "
+        f"{counts} requests by seed ({rates}), to be begun within {result['ttft_s']:g} s; a "
+        f"replica of ours took {starts} s to start, {result['slow_start_s']:g} s of it by waiting. "
         f"{machine(result['provenance'])}.",
     ]
 
@@ -635,6 +673,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "smollm2_identity": identity_summary,
     "smollm2_identity_gpu": lambda result: in_bfloat16(result["bfloat16"]),
     "step_before_after": step_before_after,
+    "sweep": sweep,
     "trade": trade,
     "story": story,
     "train_step": train_step,

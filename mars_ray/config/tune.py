@@ -87,10 +87,10 @@ class Objectives(Config):
     """The measures by which trials are judged.
 
     While it trains: its score, expected T/F minus `clean_ce_weight` times the clean stream's loss,
-    both held out and teacher-forced. Afterwards the trials that nothing beats in both generate:
-    accuracy in mode `exact`, and T/F where it is highest: of `exact` and of the modes that cost at
-    most `max_accuracy_loss`. A task without reference answers counts as accuracy the share of
-    tokens that the model itself would have chosen.
+    both held out and teacher-forced. Afterwards finished trials generate, or if they are more than
+    `max_survivors` those that nothing beats in both: accuracy in mode `exact`, and T/F where it is
+    highest: of `exact` and of the modes that cost at most `max_accuracy_loss`. Where a task has no
+    reference answers, accuracy is the share of tokens that the model itself would have chosen.
     """
 
     clean_ce_weight: float = Field(

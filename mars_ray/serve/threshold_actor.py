@@ -117,10 +117,12 @@ class ThresholdActor:
         """Puts a set-point in force; an unchanged one does not count as a change.
 
         The autoscaling policy also tells what it has decided; it is not heard once the service has
-        changed to a fixed number of replicas.
+        changed to a fixed number of replicas, nor if it decided earlier than what is known: calls
+        that waited for this actor's start come in any order.
         """
         if decided:
-            if not self._setting.is_auto:
+            known = self._history[-1].at_s if self._history else 0.0
+            if not self._setting.is_auto or decided.at_s < known:
                 return
             self._history.append(decided)
             for gauge, value in zip(

@@ -1,8 +1,9 @@
 """The results of a sweep: survivors evaluated by generation, and one row per trial, as JSON, as
 Parquet, as a table and as a plot.
 
-Survivors are the trials that no other beats in teacher-forced measures, which are cheap. Each is
-evaluated once, by a task of its own on the cluster; a resumed sweep does not repeat it.
+Survivors are the finished trials, or if they are many those that no other beats in teacher-forced
+measures, which are cheap. Each is evaluated once, by a task of its own on the cluster; a resumed
+sweep does not repeat it.
 """
 
 import json
@@ -45,12 +46,14 @@ _STOPPED, _FINISHED, _BEST = "#999999", "#0072B2", "#D55E00"
 
 
 def survivors(ledger: Ledger, objectives: Objectives) -> list[TrialRecord]:
-    """Finished trials that no other beats in both expected T/F and clean loss, best score first."""
-    finished = [trial for trial in ledger.trials.values() if trial.status == "finished"]
-    front = undominated(
-        finished, lambda trial: (trial.metrics["tokens_per_forward"], -trial.metrics["clean_ce"])
-    )
-    return sorted(front, key=lambda trial: -trial.score)[: objectives.max_survivors]
+    """Finished trials, best score first; if they are too many, those that no other beats in both
+    expected T/F and clean loss."""
+    kept = [trial for trial in ledger.trials.values() if trial.status == "finished"]
+    if len(kept) > objectives.max_survivors:
+        kept = undominated(
+            kept, lambda trial: (trial.metrics["tokens_per_forward"], -trial.metrics["clean_ce"])
+        )
+    return sorted(kept, key=lambda trial: -trial.score)[: objectives.max_survivors]
 
 
 def check_room(job: TuneJob, problems: list[Problem], start_model: Path) -> None:

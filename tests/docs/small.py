@@ -56,6 +56,7 @@ SMALL: dict[str, tuple[str, ...]] = {
             "objectives.max_new_tokens=8",
         ),
     ),
+    "tune-gsm8k": (),
     "generate-smollm2": (
         *("prompts.limit=24", "max_new_tokens=32"),
         "engine={max_batch=4, max_context=256, threads=1}",

@@ -86,6 +86,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "mars_decode.json",
         "mars_frontier.json",
         "adapter_training_gpu.json",
+        "sweep.json",
         "trade.json",
         "vllm_plugin.json",
         "vllm_bfloat16.json",
@@ -163,6 +164,7 @@ def test_figures_of_the_threshold(tmp_path):
     results = {
         "mars_frontier": {"trained_mask_tokens": {"mars": 5_000}, "arms": {"mars": [point]}},
         "adapter_training_gpu": {"run": {"mask_tokens": 7_000}},
+        "sweep": {"seeds": [{"winner": w, "paper": 1.0} for w in (1.2, 0.9)]},
         "trade": {"runs": runs},
     }
     for name, result in results.items():
@@ -174,6 +176,8 @@ def test_figures_of_the_threshold(tmp_path):
             "adapter.mask_tokens": 7_000,
             "mars.tf_at_0_9": 1.3,
             "mars.agreement_at_0_9": 0.97,
+            "sweep.winner_over_paper": 0.9,
+            "sweep.seeds": 2,
             "trade.in_time_ours": 0.8,
             "trade.in_time_pinned": 0.5,
             "trade.points_lost": 3.0,

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import ray
@@ -123,13 +124,16 @@ async def told(control: ThresholdActor) -> tuple[float, float]:
 
 def test_what_a_policy_has_said_ends_with_it():
     """Guards a service with a fixed number of replicas that goes on refusing, as a policy which is
-    gone has said last, or says while it goes."""
-    full = Decided(0.0, 4, 0.1, 0.5, "full", 0.7, 2.5, 0.0)
+    gone has said last, or says while it goes; and a set-point of before in the place of the last.
+    """
+    full = Decided(9.0, 4, 0.1, 0.5, "full", 0.7, 2.5, 0.0)
 
     async def scenario() -> None:
         control = ThresholdActor(Setting(0.0, 1.0, is_auto=True))
         assert await control.is_auto()
         await control.publish(SetPoint(0.1, 0.5), full)
+        await control.publish(SetPoint(1.0, 0.0), replace(full, at_s=8.0))
+        assert len(await control.history()) == 1, "one of before, which comes late"
         assert await told(control) == (0.1, 0.5)
         await control.adopt(Setting(1.0, 1.0, is_auto=True))
         assert await told(control) == (0.1, 0.5)

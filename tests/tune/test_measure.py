@@ -56,7 +56,7 @@ def ledger_of(tmp_path: Path, **trials: tuple[str, float, float]) -> Ledger:
     return ledger
 
 
-def test_only_finished_trials_that_nothing_beats_generate(tmp_path: Path):
+def test_finished_trials_generate_and_of_many_those_that_nothing_beats(tmp_path: Path):
     """Generation is what costs: `b` is slower and worse than `a`, `d` did not finish."""
     ledger = ledger_of(
         tmp_path,
@@ -65,9 +65,9 @@ def test_only_finished_trials_that_nothing_beats_generate(tmp_path: Path):
         c=("finished", 2.0, 0.01),
         d=("stopped", 4.0, 0.01),
     )
-    assert [trial.trial for trial in survivors(ledger, OBJECTIVES)] == ["a", "c"]
-    one = OBJECTIVES.model_copy(update={"max_survivors": 1})
-    assert [trial.trial for trial in survivors(ledger, one)] == ["a"]
+    for most, expected in ((3, "abc"), (2, "ac"), (1, "a")):
+        asked = OBJECTIVES.model_copy(update={"max_survivors": most})
+        assert "".join(trial.trial for trial in survivors(ledger, asked)) == expected
 
 
 def test_the_fastest_point_keeps_quality():

@@ -1,0 +1,67 @@
+"""A sweep beside the paper's setting, and both again with other seeds.
+
+    mars-ray tune jobs/tune-gsm8k.toml
+    mars-ray tune jobs/tune-gsm8k.toml output_dir=runs/tune-gsm8k-1 train.seed=1 ...
+    python benchmarks/sweep.py benchmarks/results/sweep.json runs/tune-gsm8k runs/tune-gsm8k-1
+
+The first sweep chooses. The others have at least its winner and the paper's setting among their
+trials: blocks of a constant size 4, and a noisy stream beside every sequence.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+PAPER = {
+    "objective.block_size": {"type": "constant", "size": 4},
+    "objective.noisy_share": 1.0,
+}
+
+
+def main() -> None:
+    """Write the sweep's trials, and the winner and the paper's setting by seed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("sweeps", type=Path, nargs="+")
+    asked = parser.parse_args()
+    sweeps = [json.loads((path / "results.json").read_text()) for path in asked.sweeps]
+    result = compared(sweeps) | {"provenance": sweeps[0]["provenance"]}
+    asked.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["seeds"], indent=1))
+
+
+def compared(sweeps: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first sweep's trials and settings; for each sweep the winner's T/F and the paper's."""
+    first = sweeps[0]
+    winner = first["trials"][0]["values"]
+    seeds = [
+        {
+            "seed": sweep["job"]["train"]["seed"],
+            "winner": _of(sweep["trials"], winner)["tokens_per_forward"],
+            "paper": _of(sweep["trials"], PAPER)["tokens_per_forward"],
+        }
+        for sweep in sweeps
+    ]
+    job = first["job"]
+    (stage,) = job["train"]["stages"].values()
+    return {
+        "minutes": stage["minutes"],
+        "most_lost": job["objectives"]["max_accuracy_loss"],
+        "problems": sum(kind["limit"] for kind in job["objectives"]["task"]["kinds"].values()),
+        "trials": first["trials"],
+        "seeds": seeds,
+    }
+
+
+def _of(trials: list[Row], values: dict[str, Any]) -> Row:
+    """The trial with these settings. Raises ValueError if it has not generated."""
+    for trial in trials:
+        if trial["values"] == values and trial["tokens_per_forward"] is not None:
+            return trial
+    raise ValueError(f"no trial with {values} has generated: raise objectives.max_survivors")
+
+
+if __name__ == "__main__":
+    main()
