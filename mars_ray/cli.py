@@ -21,7 +21,7 @@ from mars_ray.config.adapt import AdaptJob, adaptation_of
 from mars_ray.config.base import Config
 from mars_ray.config.demo import DemoJob, TinyDemoJob
 from mars_ray.config.evaluate import BenchJob, EvaluateJob, evaluation_of
-from mars_ray.config.generate import GenerateJob
+from mars_ray.config.generate import GenerateJob, generation_of
 from mars_ray.config.load import JOB_KINDS, load_job, parse_job
 from mars_ray.config.scaling import AdviseJob
 from mars_ray.config.serve import ExportJob, ServeJob
@@ -151,9 +151,20 @@ def evaluate(
 
 
 @app.command()
-def generate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def generate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|JOB.toml", help="Directory of a model; or a job.")
+    ],
+    overrides: Overrides = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="Files: .jsonl, .json, .parquet or .txt.")
+    ] = None,
+    output: Annotated[str | None, typer.Option(help="The .jsonl file that is written.")] = None,
+    dry_run: DryRun = False,
+) -> None:
     """Write a model's own answers; run again to resume."""
-    job = _job(GenerateJob, job_file, overrides, dry_run)
+    source, overrides = generation_of(model, overrides or (), prompts or (), output)
+    job = _job(GenerateJob, source, overrides, dry_run)
     from mars_ray.generate.on_ray import RayEngines
     from mars_ray.generate.run import run_generation
 
@@ -429,9 +440,21 @@ def advise(
 
 
 @app.command()
-def export(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def export(
+    checkpoint: ServeTarget,
+    destination: Annotated[
+        str | None, typer.Argument(metavar="[DESTINATION]", help="Directory or URI; or KEY=VALUE.")
+    ] = None,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+) -> None:
     """Copy a checkpoint to a directory or an object store."""
-    job = _job(ExportJob, job_file, overrides, dry_run)
+    source, more = {"kind": "export", "checkpoint": checkpoint}, list(overrides or ())
+    if checkpoint.endswith(".toml"):
+        source, more = Path(checkpoint), [destination, *more] if destination else more
+    elif destination:
+        source["destination"] = destination
+    job = _job(ExportJob, source, more, dry_run)
     from mars_ray.model.places import export_model
     from mars_ray.storage.place import Place, shown
 

@@ -46,6 +46,29 @@ def test_what_everybody_sets_has_a_flag(resolved):
     assert job["host"] == "0.0.0.0"
 
 
+def test_a_model_may_stand_where_a_job_does(resolved):
+    """Guards a job file that is needed for one path."""
+    job = resolved(["generate", "m/One", "--prompts", "a.txt", "--prompts", "b.txt", "mode=exact"])
+    assert (job["checkpoint"], job["output"]) == ("m/One", "runs/answers/one.jsonl")
+    assert [source["paths"] for source in job["prompts"]] == [["a.txt", "b.txt"]]
+    assert resolved(["generate", "m", "--prompts", "a.txt", "--output", "x.jsonl"])["output"] == (
+        "x.jsonl"
+    )
+    assert resolved(["generate", "jobs/generate-demo.toml", "max_new_tokens=8"])["prompts"]
+    job = resolved(["export", "m", "s3://bucket/m?a=b", "revision=c"])
+    assert (job["checkpoint"], job["destination"]) == ("m", "s3://bucket/m?a=b")
+    job = resolved(["export", "jobs/export-demo.toml", "destination=x", "model_cache=y"])
+    assert (job["destination"], job["model_cache"]) == ("x", "y")
+    for words, said in (
+        (["generate", "m"], "--prompts"),
+        (["generate", "jobs/generate-demo.toml", "--output", "x.jsonl"], "output="),
+        (["export", "m"], "destination"),
+        (["serve", "m", "--tensor-parallel-size", "2"], "another type of 'engine' has it"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            resolved(words)
+
+
 def test_the_help_of_overrides_holds_for_every_command():
     """Guards `For example seed=1`, which most jobs refuse."""
     runner = CliRunner()

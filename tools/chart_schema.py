@@ -130,15 +130,26 @@ class Workers(Head):
     surge: Count
     gpus: Count
     gpuResource: str
+    resources: dict[str, Machines]
     idleSeconds: Positive
 
 
-class Spot(Config):
+class MoreWorkers(Config):
+    """What is None is as in `workers`."""
+
+    image: Repository | None = None
+    cpu: Machines | None = None
+    memory: Size | None = None
+    objectStoreGB: Positive | None = None
+    nodeSelector: Labels | None = None
+    tolerations: list[Toleration] | None = None
+    pod: Pod | None = None
     min: Count | None = None
     max: Positive
-    first: bool | None = None
-    nodeSelector: Labels
-    tolerations: list[Toleration] | None = None
+    gpus: Count | None = None
+    gpuResource: str | None = None
+    resources: dict[str, Machines] | None = None
+    priority: int | None = None
 
 
 class Spread(Config):
@@ -216,7 +227,7 @@ class Values(Config):
     serviceAccount: ServiceAccount | None
     head: Head
     workers: Workers
-    spot: Spot | None
+    moreWorkers: dict[Name, MoreWorkers] | None
     spread: Spread | None
     redis: Redis | None
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]

@@ -5,6 +5,7 @@ many GPUs as its job says, or one where the cluster has any; that is decided her
 command is connected.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import ConfigError
 
 _OWN = "local"
+_RAYS_TOKENS = "ray._private.authentication.authentication_token_setup"
 
 
 def named_address() -> str | None:
@@ -50,6 +52,8 @@ class Connection:
             os.environ.setdefault(name, value)
         if self._address == _OWN:
             ask_for_token()
+            # It would warn that a cluster asks for a token, which is what was wanted.
+            logging.getLogger(_RAYS_TOKENS).setLevel(logging.ERROR)
         import ray
 
         try:

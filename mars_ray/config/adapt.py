@@ -1,14 +1,13 @@
 """An adaptation: from a model to a draft adapter that is measured and ready to be served."""
 
 import json
-import re
 from collections.abc import Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import Config, JobName, Names, Precision
+from mars_ray.config.base import Config, JobName, Names, Precision, name_of
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.generate import OwnPrompts, PromptSource
 from mars_ray.config.inputs import FilesSource
@@ -19,14 +18,6 @@ from mars_ray.config.train import (
     DraftObjective,
     OptimizerConfig,
 )
-
-
-def name_of(model: str) -> str:
-    """The name of a model's job: the last part of the model's name, without version and suffix."""
-    last = PurePath(model.removeprefix("package:").split("==")[0]).name
-    last = last or Path(model).resolve().name  # of `.`
-    plain = re.sub(r"[^a-z0-9._-]+", "-", last.lower().removesuffix(".gguf"))
-    return plain.strip("-._") or "model"
 
 
 class AnswersConfig(Config):

@@ -1,10 +1,11 @@
 """The base class of all configuration, the types that several sections share, and the files that
 come with the package."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os.path import expanduser
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -80,3 +81,11 @@ def found(path: str | Path) -> Path:
         return path
     shipped = _PACKAGE / path
     return shipped if shipped.exists() else path
+
+
+def name_of(model: str) -> str:
+    """The name of a model's job: the last part of the model's name, without version and suffix."""
+    last = PurePath(model.removeprefix("package:").split("==")[0]).name
+    last = last or Path(model).resolve().name  # of `.`
+    plain = re.sub(r"[^a-z0-9._-]+", "-", last.lower().removesuffix(".gguf"))
+    return plain.strip("-._") or "model"

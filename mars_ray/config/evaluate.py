@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from mars_ray.config.adapt import name_of
-from mars_ray.config.base import DISTINCT, Config, ModelPath, Names
+from mars_ray.config.base import DISTINCT, Config, ModelPath, Names, name_of
 from mars_ray.config.decode import EngineConfig, check_generation
 from mars_ray.config.inputs import FilesSource
 from mars_ray.config.modes import ExactMode, Modes, VerifiedMode

@@ -1,13 +1,16 @@
 """A new data source: a model's answers to prompts, some of which it may write itself."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mars_ray.config.base import MAX_BAD_SHARE, BadShare, Config, ModelPath, Names
+from mars_ray.config.base import MAX_BAD_SHARE, BadShare, Config, ModelPath, Names, name_of
 from mars_ray.config.decode import EngineConfig, Sampling, check_generation
 from mars_ray.config.inputs import CorpusSource, FilesSource, HubSource
 from mars_ray.config.modes import ExactMode, Mode
+from mars_ray.errors import ConfigError
 
 
 class OwnPrompts(Config):
@@ -91,3 +94,22 @@ class GenerateJob(Config):
         if self.engine.device == "cpu" and self.gpus_per_worker:
             raise ValueError("gpus_per_worker has no effect with engine.device 'cpu'")
         return self
+
+
+def generation_of(
+    model: str, overrides: Sequence[str], prompts: Sequence[str], output: str | None
+) -> tuple[Path | dict[str, Any], list[str]]:
+    """A job's file, or the table of a job for a model that is named instead; with its overrides.
+
+    Raises ConfigError if nothing says what is asked, or if a job is given files besides.
+    """
+    if model.endswith(".toml"):
+        if prompts or output:
+            raise ConfigError("a job names them itself: override prompts= and output=")
+        return Path(model), list(overrides)
+    if not prompts:
+        raise ConfigError(f"generate {model}: name --prompts FILE, or give it a job")
+    files = {"type": "files", "paths": list(prompts)}
+    output = output or f"runs/answers/{name_of(model)}.jsonl"
+    table = {"kind": "generate", "checkpoint": model, "prompts": [files], "output": output}
+    return table, list(overrides)

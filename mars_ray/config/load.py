@@ -142,6 +142,9 @@ def _nearest(known: list[tuple[str | int, tuple[type[BaseModel], ...]]], job: ty
         if issubclass(section, Config) and (instead := section.gone.get(str(key))):
             return f"; it is gone: {instead}"
     if elsewhere := _places(job).get(VLLM_NAMES.get(str(key), str(key))):
+        section = elsewhere.rpartition(".")[0]
+        if [str(part) for part, _ in known] == elsewhere.split("."):
+            return f"; another type of {section!r} has it: see '{section}.type'"
         return f"; did you mean {elsewhere!r}?"
     fields = sorted({name for section in sections for name in section.model_fields})
     close = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)

@@ -14,7 +14,8 @@ import tomli_w
 from rich.console import Console
 
 from mars_ray.adapt import run
-from mars_ray.config.adapt import AdaptJob, name_of
+from mars_ray.config.adapt import AdaptJob
+from mars_ray.config.base import name_of
 from mars_ray.config.load import load_job
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import ConfigError

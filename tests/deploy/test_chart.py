@@ -61,6 +61,8 @@ RELEASES: dict[str, dict[str, Any]] = {
 }
 # A value of the type alone would be refused.
 OTHER = {
+    "workers.resources": {"large": 1},
+    "moreWorkers": {"other": {"max": 1}},
     "kind": "RayCluster",
     "job.name": "simulate-demo",
     "upgrade.type": "None",
@@ -239,13 +241,19 @@ def test_a_fixed_number_of_replicas_is_a_job_that_the_service_takes():
         ({"service": {"keys_file": "/x"}}, "keys_file"),
         ({"service": {"engine": {"type": "vllm", "max_batches": 1}}}, "max_batches"),
         ({"workers": {"memory": "16 GB"}}, "memory"),
-        ({"workers": {"max": 1}}, "4 replicas have no room on 1 workers with 2 each"),
+        ({"workers": {"max": 1}}, "4 replicas have no room on 1 workers, which hold 2"),
         ({"workers": {"max": 2}}, "take 8.2 CPUs and 0 GPUs, which 2 workers do not have"),
-        ({"workers": {"min": 9}}, "workers.min"),
+        ({"workers": {"min": 9}}, "workers: min is above max"),
+        ({"moreWorkers": {"spot": {"min": 2, "max": 1}}}, "spot: min is above max"),
+        ({"moreWorkers": {"spot": {"max": 1, "surge": 1}}}, "surge"),
+        ({"service": {"resources_per_replica": {"large": 1}}}, "workers.resources"),
         ({"workers": {"pod": {"cpuLimit": 3}}}, "workers.pod.cpuLimit is below workers.cpu"),
         ({"workers": {"pod": {"volumes": []}}}, "volumes"),
         ({"service": {"cpus_per_replica": 8}}, "raise workers.cpu"),
-        ({"service": {"gpus_per_replica": 1}}, "raise workers.cpu and workers.gpus"),
+        (
+            {"service": {"gpus_per_replica": 1}},
+            "1 GPUs and resources {}, and no",
+        ),
         ({"service": {"replicas": 2, "scaling": {"max_replicas": 3}}}, "set both to null"),
         ({"model": {"claim": ""}}, "needs model.claim"),
         ({"model": {"hub": {"tokenSecret": ""}}}, "leave model.hub out"),
@@ -359,6 +367,37 @@ def test_labels_and_annotations_of_the_release():
         check(made)
         assert made["metadata"]["labels"]["queue"] == "team"
         assert made["metadata"]["annotations"] == given["annotations"]
+
+
+def test_groups_of_workers_differ_in_what_they_say():
+    """Guards a release for two models, of which one needs machines that the other would waste."""
+    large = {
+        "max": 1,
+        "gpus": 2,
+        "cpu": 8,
+        "resources": {"large": 2},
+        "nodeSelector": {"pool": "l"},
+    }
+    second = {"model_name": "second", "replicas": 2, "resources_per_replica": {"large": 1}}
+    service = {
+        "gpus_per_replica": 0,
+        "more_models": [{"checkpoint": "/shared/models/second"} | second],
+    }
+    values = {"service": service, "moreWorkers": {"large": large}}
+    (made,) = of_kind(rendered(values), "RayService")
+    check(made)
+    _, workers, other = groups(made)
+    assert (other["groupName"], other["minReplicas"], other["maxReplicas"]) == ("large", 0, 1)
+    assert workers["rayStartParams"].get("resources") is None
+    template = other["template"]["spec"]
+    assert template["nodeSelector"] == {"kubernetes.io/arch": "amd64", "pool": "l"}
+    limits = template["containers"][0]["resources"]["limits"]
+    assert (limits["cpu"], limits["nvidia.com/gpu"]) == ("8", "2")
+    # A model takes a GPU where any group has some, unless it says 0.
+    args = yaml.safe_load(made["spec"]["serveConfigV2"])["applications"][0]["args"]
+    assert [args["gpus_per_replica"], args["more_models"][0]["gpus_per_replica"]] == [0, 1]
+    with pytest.raises(helm.HelmError, match="2 replicas have no room on 5 workers, which hold 1"):
+        rendered(merged(values, {"moreWorkers": {"large": {"resources": {"large": 1}}}}))
 
 
 def test_spot_machines_are_asked_for_first_and_none_is_needed():

@@ -214,15 +214,18 @@ def test_pods_come_for_what_is_asked():
     part = {"workers": {"gpuResource": "nvidia.com/mig-3g.40gb"}}
     parts = kuberay_settings(merged(example("machines-gpu"), part))
     assert asked_for(parts, {"GPU": 8.0}) == {"workers": 1}
+    large = {"max": 1, "resources": {"large": 1}}
+    shapes = kuberay_settings(merged(example("cpu"), {"moreWorkers": {"large": large}}))
+    assert asked_for(shapes, {"CPU": 1.0, "large": 1.0}) == {"workers": 1, "large": 1}
     groups_of_two = kuberay_settings(example("vllm"))
     # A replica's placement group: its process, and vLLM's workers.
     assert asked_for(groups_of_two, {"CPU": 8.0, "GPU": 2.0}) == {"workers": 1}
 
 
-@pytest.mark.parametrize(("first", "group"), [(True, "spot"), (False, "workers")])
-def test_machines_that_may_be_taken_away_are_asked_for_first(first, group):
+@pytest.mark.parametrize(("priority", "group"), [(1, "spot"), (-1, "workers")])
+def test_machines_that_may_be_taken_away_are_asked_for_first(priority, group):
     """Guards a priority that Ray reads the other way round; what stays in any case comes first."""
-    values = merged(example("resilient"), {"spot": {"first": first}})
+    values = merged(example("resilient"), {"moreWorkers": {"spot": {"priority": priority}}})
     asked = asked_for(kuberay_settings(values), *[{"CPU": 4.0}] * 3)
     assert asked == merged({"workers": 2}, {group: 3 if group == "workers" else 1})
 

@@ -19,7 +19,7 @@ from mars_ray.serve.protocol import Envelope, ErrorInfo, Finish, OutputDelta, Us
 
 def test_an_answer_that_is_late_is_an_error_not_half_an_answer(client, text_engine):
     """And not one that OpenAI's clients would ask for again by themselves."""
-    late = ask(client, max_tokens=100, timeout_s=0.01)
+    late = ask(client, max_tokens=100, timeout_s=1e-6)
     error = error_of(late, 408)
     assert (error["code"], error["param"]) == ("deadline_exceeded", "timeout_s")
     assert late.headers["x-should-retry"] == "false"
@@ -41,7 +41,7 @@ def test_a_request_may_not_give_itself_more_time_than_there_is(client, job, text
     refused = error_of(ask(client, timeout_s=601), 400)
     assert (refused["param"], "600 s" in refused["message"]) == ("timeout_s", True)
     assert error_of(ask(client, timeout_s=0), 400)["param"] == "timeout_s"
-    hurried = job.model_copy(update={"limits": Limits(request_s=0.01)})
+    hurried = job.model_copy(update={"limits": Limits(request_s=1e-6)})
     assert error_of(ask(TestClient(build_api(hurried, {"tiny": text_engine}))), 408)
 
 

@@ -180,7 +180,7 @@ def use(url: str) -> None:
             )
         )
     assert {reply.status_code for reply in replies} == {200}
-    late = httpx.post(f"{url}/v1/chat/completions", json=asked | {"timeout_s": 0.02}, timeout=60)
+    late = httpx.post(f"{url}/v1/chat/completions", json=asked | {"timeout_s": 1e-6}, timeout=60)
     assert late.status_code == 408
 
 

@@ -151,8 +151,8 @@ def test_time_is_over_also_where_no_replica_looks_at_the_clock(monkeypatch):
 def test_a_stream_that_has_begun_is_left_to_its_replica(monkeypatch):
     """There the clock is looked at between steps, and what is on its way still arrives."""
     monkeypatch.setattr(replica_client, "_GRACE_S", 0.0)
-    replicas = Replicas((FIRST, 0.1, LAST))
-    assert heard(replicas, replace(CALL, timeout_s=0.05)) == [FIRST, LAST]
+    replicas = Replicas((FIRST, 0.7, LAST))
+    assert heard(replicas, replace(CALL, timeout_s=0.5)) == [FIRST, LAST]
     assert replicas.cancelled == [False]
 
 

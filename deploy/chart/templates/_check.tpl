@@ -10,13 +10,13 @@
 {{- if or (gt (len .Release.Name) 47) (not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name)) }}
 {{- fail (printf "the release is named %q: KubeRay takes at most 47 lower-case letters, digits and hyphens, a letter first" .Release.Name) }}
 {{- end }}
-{{- if gt .Values.workers.min (add .Values.workers.max .Values.workers.surge | float64) }}
-{{- fail "workers.min is above workers.max and surge" }}
-{{- end }}
-{{- range $name := list "head" "workers" }}
-  {{- $group := get $.Values $name }}{{ $limit := ($group.pod | default dict).cpuLimit | default $group.cpu }}
-  {{- if lt ($limit | float64) ($group.cpu | float64) }}
-    {{- fail (printf "%s.pod.cpuLimit is below %s.cpu, which a pod requests: raise it, or 0 for no limit" $name $name) }}
+{{- range prepend (include "mars-ray.workerGroups" . | fromYamlArray) (merge (dict "name" "head" "min" 0 "max" 1 "surge" 0) .Values.head) }}
+  {{- if gt (.min | float64) (add .max .surge | float64) }}
+    {{- fail (printf "%s: min is above max and surge" .name) }}
+  {{- end }}
+  {{- $limit := (.pod | default dict).cpuLimit | default .cpu }}
+  {{- if lt ($limit | float64) (.cpu | float64) }}
+    {{- fail (printf "%s.pod.cpuLimit is below %s.cpu, which a pod requests: raise it, or 0 for no limit" .name .name) }}
   {{- end }}
 {{- end }}
 {{- if .Values.job }}
@@ -46,12 +46,14 @@
 {{- if and $job.name (not $shipped) }}
   {{- fail (printf "job.name: there is no job %q; there are %s" $job.name (.Files.Get "files/jobs.yaml" | fromYaml | keys | sortAlpha | join ", ")) }}
 {{- end }}
-{{- if and (eq (get $shipped "machines") "gpu") (not .Values.workers.gpus) }}
+{{- $groups := include "mars-ray.workerGroups" . | fromYamlArray }}
+{{- if and (eq (get $shipped "machines") "gpu") (not (include "mars-ray.haveGpus" .)) }}
   {{- fail (printf "%s wants GPUs: add --values deploy/chart/values/machines-gpu.yaml" $job.name) }}
 {{- end }}
 {{- range $kind := list "cpus" "gpus" }}
   {{- $asked := dig $kind (get $shipped $kind | default 0) $job }}
-  {{- $has := get $.Values.workers (ternary "cpu" "gpus" (eq $kind "cpus")) | toString | float64 }}
+  {{- $has := 0.0 }}
+  {{- range $groups }}{{ $has = maxf $has (get . (ternary "cpu" "gpus" (eq $kind "cpus")) | toString | float64) }}{{ end }}
   {{- if gt ($asked | float64) $has }}
     {{- fail (printf "job.%s: no worker has %v of them: raise workers, or ask for less" $kind $asked) }}
   {{- end }}
@@ -92,15 +94,28 @@
 
 {{- /* Whether a worker holds a replica, and all workers the full fleets and the ingresses. */}}
 {{- define "mars-ray.checkRoom" -}}
-{{- $workers := .Values.workers }}{{ $service := .Values.service }}
-{{- $most := add $workers.max ((.Values.spot | default dict).max | default 0) }}
+{{- $groups := include "mars-ray.workerGroups" . | fromYamlArray }}{{ $service := .Values.service }}
+{{- $most := 0 }}{{ $haveCpus := 0.0 }}{{ $haveGpus := 0.0 }}
+{{- range $groups }}
+  {{- $most = add $most .max }}
+  {{- $haveCpus = addf $haveCpus (mulf .max .cpu) }}{{ $haveGpus = addf $haveGpus (mulf .max .gpus) }}
+{{- end }}
 {{- $allCpus := mulf 0.1 ($service.ingress_replicas | default 1) }}{{ $allGpus := 0.0 }}
 {{- range $model := concat (list $service) ($service.more_models | default list) }}
   {{- $cpus := $model.cpus_per_replica | default 1 }}
-  {{- $gpus := include "mars-ray.gpus" (dict "model" $model "workers" $workers) | float64 }}
-  {{- $groups := get ($model.engine | default dict) "pipeline_parallel_size" | default 1 }}
-  {{- if or (gt (divf $gpus $groups) ($workers.gpus | float64)) (gt ($cpus | float64) ($workers.cpu | float64)) }}
-    {{- fail (printf "a replica takes %v CPUs and %v GPUs, a worker has %v and %v: raise workers.cpu and workers.gpus" $cpus $gpus $workers.cpu $workers.gpus) }}
+  {{- $gpus := include "mars-ray.gpus" (dict "model" $model "root" $) | float64 }}
+  {{- $parts := get ($model.engine | default dict) "pipeline_parallel_size" | default 1 }}
+  {{- $fit := 0.0 }}
+  {{- range $group := $groups }}
+    {{- $own := divf .cpu (maxf 0.001 $cpus) | floor }}
+    {{- if $gpus }}{{ $own = minf $own (mulf $parts (divf .gpus $gpus) | floor) }}{{ end }}
+    {{- range $name, $count := $model.resources_per_replica | default dict }}
+      {{- $own = minf $own (divf (get ($group.resources | default dict) $name | default 0) $count | floor) }}
+    {{- end }}
+    {{- $fit = addf $fit (mulf $own .max) }}
+  {{- end }}
+  {{- if not $fit }}
+    {{- fail (printf "a replica takes %v CPUs, %v GPUs and resources %v, and no worker has so many: raise workers.cpu, workers.gpus and workers.resources, or add a group to moreWorkers" $cpus $gpus (toJson ($model.resources_per_replica | default dict))) }}
   {{- end }}
   {{- $fleet := $model.replicas | default "auto" }}
   {{- $scaling := $model.scaling | default dict }}
@@ -109,14 +124,12 @@
   {{- else if or (ne (int ($scaling.min_replicas | default 1)) 1) (ne (int ($scaling.max_replicas | default 4)) 4) }}
     {{- fail (printf "with %v replicas, min_replicas and max_replicas of service.scaling have no effect: set both to null" $fleet) }}
   {{- end }}
-  {{- $fit := divf $workers.cpu (maxf 0.001 $cpus) | floor }}
-  {{- if $gpus }}{{ $fit = minf $fit (mulf $groups (divf $workers.gpus $gpus) | floor) }}{{ end }}
-  {{- if gt ($fleet | float64) (mulf $fit $most) }}
-    {{- fail (printf "%v replicas have no room on %d workers with %v each: raise workers.max" $fleet $most $fit) }}
+  {{- if gt ($fleet | float64) $fit }}
+    {{- fail (printf "%v replicas have no room on %d workers, which hold %v: raise workers.max" $fleet $most $fit) }}
   {{- end }}
   {{- $allCpus = addf $allCpus (mulf $fleet $cpus) }}{{ $allGpus = addf $allGpus (mulf $fleet $gpus) }}
 {{- end }}
-{{- if or (gt $allCpus (mulf $most $workers.cpu)) (gt $allGpus (mulf $most $workers.gpus)) }}
+{{- if or (gt $allCpus $haveCpus) (gt $allGpus $haveGpus) }}
   {{- fail (printf "all replicas and ingresses take %v CPUs and %v GPUs, which %d workers do not have: raise workers.max" $allCpus $allGpus $most) }}
 {{- end }}
 {{- end }}

@@ -36,35 +36,41 @@ headGroupSpec:
   template:
     {{- include "mars-ray.pod" (list . .Values.head "head") | nindent 4 }}
 workerGroupSpecs:
-  {{- $most := add .Values.workers.max .Values.workers.surge }}
-  {{- include "mars-ray.group" (list . "workers" .Values.workers $most 0) | nindent 2 }}
-  {{- with .Values.spot }}
-  {{- $group := deepCopy $.Values.workers }}
-  {{- $_ := set $group "min" (.min | default 0) }}
-  {{- $_ := set $group "nodeSelector" (merge (dict) .nodeSelector $.Values.workers.nodeSelector) }}
-  {{- $_ := set $group "tolerations" (concat $.Values.workers.tolerations (.tolerations | default list)) }}
-  {{- include "mars-ray.group" (list $ "spot" $group .max (ternary -1 1 (eq (toString .first) "false"))) | nindent 2 }}
+  {{- range include "mars-ray.workerGroups" . | fromYamlArray }}
+  {{- include "mars-ray.group" (list $ .) | nindent 2 }}
   {{- end }}
+{{- end }}
+
+{{- /* All groups of workers: each with its name, and everything that `workers` has. */}}
+{{- define "mars-ray.workerGroups" -}}
+{{- $groups := list (merge (dict "name" "workers") .Values.workers) }}
+{{- range $name, $own := .Values.moreWorkers }}
+  {{- $groups = append $groups (mergeOverwrite (deepCopy $.Values.workers) (dict "name" $name "min" 0 "surge" 0) $own) }}
+{{- end }}
+{{- $groups | toYaml }}
 {{- end }}
 
 {{- define "mars-ray.objectStore" -}}
 {{ mul .objectStoreGB 1000000000 | quote }}
 {{- end }}
 
-{{- /* (list root name group most priority): how many there are is the autoscaler's matter. */}}
+{{- /* (list root group): how many there are is the autoscaler's matter. */}}
 {{- define "mars-ray.group" -}}
-{{- $group := index . 2 -}}
-- groupName: {{ index . 1 }}
+{{- $group := index . 1 -}}
+- groupName: {{ $group.name }}
   minReplicas: {{ $group.min | int }}
-  maxReplicas: {{ index . 3 | int }}
-  {{- with index . 4 }}
-  priority: {{ . }}
+  maxReplicas: {{ add $group.max $group.surge }}
+  {{- with $group.priority }}
+  priority: {{ . | int }}
   {{- end }}
   rayStartParams:
     object-store-memory: {{ include "mars-ray.objectStore" $group }}
     num-cpus: {{ $group.cpu | ceil | quote }} {{- /* Ray would take the limit. */}}
     {{- with $group.gpus }}
     num-gpus: {{ . | int | quote }} {{- /* Ray does not know parts of a GPU by their resource's name. */}}
+    {{- end }}
+    {{- with $group.resources }}
+    resources: {{ . | toJson | quote | squote }} {{- /* KubeRay takes the outer quotes away. */}}
     {{- end }}
   template:
     {{- include "mars-ray.pod" (list (index . 0) $group "worker") | nindent 4 }}
