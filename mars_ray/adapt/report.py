@@ -80,8 +80,9 @@ def write_report(result: Adaptation, path: Path) -> None:
         ("heading", "Tokens per forward, by kind of prompt"),
         (
             "text",
-            "`verified 1 W=0` has drafts from the text alone: what `verified 1` has more, the "
-            "adapter brings. Below threshold 1 words change; nothing does so unless it is asked.",
+            "`verified 1 W=0` has drafts from the text alone, `verified 1` those of the adapter "
+            "alone, all masks made; a service has both. Below threshold 1 words change; nothing "
+            "does so unless it is asked.",
         ),
         ("table", _modes(result.modes)),
     ]

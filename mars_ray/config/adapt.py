@@ -70,7 +70,7 @@ class MeasureConfig(Config):
     modes: Modes = Field(
         default=(VerifiedMode(window=0), VerifiedMode(), VerifiedMode(threshold=0.3)),
         min_length=1,
-        description="default: drafts from the text alone, those of the adapter with them, and the "
+        description="default: drafts from the text alone, those of the adapter alone, and the "
         "same at a threshold that changes words",
     )
     max_new_tokens: int = Field(default=128, ge=1)

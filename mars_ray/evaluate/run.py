@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.evaluate import EvaluateJob, FilesTask, PromptsTask
-from mars_ray.config.modes import ExactMode, Mode
+from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.core.frontier import (
     FRONTIER_FILE,
     Frontier,
@@ -160,7 +160,15 @@ def _measured(work: _Work, console: Console) -> Frontier:
                 reference_nll=reference_nll,
             )
 
-        engine, _ = load_engine(job.checkpoint, config)
+        # Without masks there are none to be forced, and n-grams are drafted under window control.
+        controlled = {mode: config.window_control or _has_no_masks(mode) for mode in modes}
+        engines = {
+            control: load_engine(
+                job.checkpoint, config.model_copy(update={"window_control": control})
+            )[0]
+            for control in dict.fromkeys(controlled.values())
+        }
+        engine = engines[controlled[modes[0]]]
         bars.say(str(engine.info))
         logprobs = 0 if isinstance(job.task, PromptsTask | FilesTask) else None
         stops = stop_ids(engine.model)
@@ -176,16 +184,21 @@ def _measured(work: _Work, console: Console) -> Frontier:
             for mode in modes
         ]
         # All requests are checked now: a later refusal would waste the measurements before it.
-        for _, requests in asked:
+        for mode, requests in asked:
             for request in requests:
-                engine.check(request)
+                engines[controlled[mode]].check(request)
         for mode, requests in asked:
             task = bars.add_task(mode_label(mode.model_dump()), total=len(problems))
             advance = partial(bars.advance, task)
-            results.append(_measure(engine, tokenizer, mode, work, requests, advance))
+            own = engines[controlled[mode]]
+            results.append(_measure(own, tokenizer, mode, work, requests, advance))
             if not keeps or len(results) == len(modes):
                 _write(work, so_far(), results)
     return so_far()
+
+
+def _has_no_masks(mode: Mode) -> bool:
+    return isinstance(mode, VerifiedMode) and mode.window == 0
 
 
 def _reference_nll(

@@ -14,7 +14,7 @@ from mars_ray.config.demo import TinyDemoJob
 from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask, PromptsTask
 from mars_ray.config.inputs import FilesSource
 from mars_ray.config.load import load_job
-from mars_ray.config.modes import ConfidenceMode, JacobiMode, VerifiedMode
+from mars_ray.config.modes import ConfidenceMode, ExactMode, JacobiMode, VerifiedMode
 from mars_ray.core.frontier import read_frontier
 from mars_ray.demo import _exact_only
 from mars_ray.errors import ConfigError, DataError, ModelError, RequestError
@@ -88,6 +88,23 @@ def test_prompts_without_references_are_compared_with_exact(checkpoint, tmp_path
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [row["kind"] for row in answers[:3]] == ["first", "first", "second"]
     print_table(evaluation, Console(quiet=True))
+
+
+def test_drafts_from_the_text_alone_are_made(checkpoint, tmp_path, monkeypatch):
+    """Guards a row that is always 1: n-grams are drafted under window control, which is off where
+    all masks are to be made."""
+    measure, controlled = run._measure, {}
+
+    def noted(engine, tokenizer, mode, *others):
+        controlled[mode] = engine.control is not None
+        return measure(engine, tokenizer, mode, *others)
+
+    monkeypatch.setattr(run, "_measure", noted)
+    modes = (VerifiedMode(window=0), VerifiedMode())
+    asked = job(checkpoint, modes=modes, output_dir=str(tmp_path))
+    _, alone, _ = run_evaluation(asked, Console(quiet=True)).frontier.points
+    assert controlled == {ExactMode(): False, modes[0]: True, modes[1]: False}
+    assert alone.identical == 1
 
 
 def test_a_finished_frontier_stays_until_another_one_is(checkpoint, tmp_path, monkeypatch):
