@@ -1,7 +1,10 @@
 """A sweep beside the paper's setting, and both again with other seeds.
 
     mars-ray tune jobs/tune-gsm8k.toml
-    mars-ray tune jobs/tune-gsm8k.toml output_dir=runs/tune-gsm8k-1 train.seed=1 ...
+    mars-ray tune jobs/tune-gsm8k.toml output_dir=runs/tune-gsm8k-1 train.seed=1 \\
+        space='{"objective.noisy_share"={type="choice",values=[1.0,0.5]},
+                "objective.block_size"={type="choice",values=[{type="constant",size=4},
+                    {type="mixed",sizes=[4,8],weights=[1.0,1.0]}]}}'
     python benchmarks/sweep.py benchmarks/results/sweep.json runs/tune-gsm8k runs/tune-gsm8k-1
 
 The first sweep chooses. The others have at least its winner and the paper's setting among their

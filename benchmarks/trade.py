@@ -4,8 +4,8 @@
 
 The same arrivals three times on Ray Serve, in `confidence` on a model that MARS has trained, of
 which one replica carries less than comes in the middle: ours; with the threshold pinned at 1; with
-two replicas from the start, pinned too. A replica waits at its start, as a large model's would
-that is read on a machine with a GPU. Beside the model lies a `frontier.json`, by which
+two replicas from the start, pinned too. A replica waits at its start, as one of a large model
+would. Beside the model lies a `frontier.json`, by which
 the policy knows what a threshold brings and costs; that of the result is `mars-ray evaluate` on 24
 questions of GSM8K's training set, 64 new tokens, `confidence` at 0.95, 0.8, 0.6, 0.4 and 0.3.
 Each run is one of live_autoscale.py, which also simulates it.

@@ -146,8 +146,7 @@ class TuneJob(Config):
     objectives: Objectives
 
     @property
-    def points(self) -> int:
-        """Number of trials."""
+    def trial_count(self) -> int:
         if self.trials is not None:
             return self.trials
         return math.prod(len(each.values) for each in self.space.values() if each.type == "choice")

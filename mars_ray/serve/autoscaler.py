@@ -40,9 +40,7 @@ def autoscaling(job: ServeJob, model: ServiceModel) -> AutoscalingConfig:
     """Serve's scaling settings for a job of one model. All delays are left to the policy."""
     scaling = job.scaling
     return AutoscalingConfig(
-        min_replicas=0 if scaling.scale_to_zero else scaling.min_replicas,
-        initial_replicas=scaling.min_replicas,
-        max_replicas=scaling.max_replicas,
+        **_bounds(scaling),
         metrics_interval_s=_TICK_S,
         look_back_period_s=4 * _TICK_S,
         upscale_delay_s=0,
@@ -69,12 +67,18 @@ def rays_rule(scaling: ScalingConfig) -> AutoscalingConfig:
     """Serve's scaling settings for its own rule, with its own delays."""
     assert scaling.target_ongoing_requests is not None
     return AutoscalingConfig(
-        min_replicas=0 if scaling.scale_to_zero else scaling.min_replicas,
-        initial_replicas=scaling.min_replicas,
-        max_replicas=scaling.max_replicas,
+        **_bounds(scaling),
         target_ongoing_requests=scaling.target_ongoing_requests,
         downscale_to_zero_delay_s=scaling.idle_to_zero_s,
     )
+
+
+def _bounds(scaling: ScalingConfig) -> dict[str, Any]:
+    return {
+        "min_replicas": 0 if scaling.scale_to_zero else scaling.min_replicas,
+        "initial_replicas": scaling.min_replicas,
+        "max_replicas": scaling.max_replicas,
+    }
 
 
 class Autoscaler:

@@ -100,7 +100,7 @@ def run_sweep(job: TuneJob, console: Console, connect: Connect = already) -> Swe
             plot_sweep(rows, frontiers, job.objectives, draft)
         # The best trial's settings, as a job for `mars-ray train`.
         table = trial_job(job, chosen.values).model_dump(mode="json", exclude_none=True)
-        header = f"# The best of {job.points} trials: {chosen.trial}.\n"
+        header = f"# The best of {job.trial_count} trials: {chosen.trial}.\n"
         write_whole(directory / "best.toml", header + tomli_w.dumps(table))
         return sweep
 
@@ -126,7 +126,7 @@ def run_trials(job: TuneJob, console: Console, connect: Connect = already) -> Le
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     path = Path(job.output_dir) / LEDGER_FILE
     tuner = _tuner(job, start, _Watch(job, path, console), console)
-    with Lines(console, lambda: f"{trials_ended(path)} of {job.points} trials have ended"):
+    with Lines(console, lambda: f"{trials_ended(path)} of {job.trial_count} trials have ended"):
         grid = tuner.fit()
     ledger = Ledger(path)
     known = {Path(result.path).name for result in grid}
@@ -137,7 +137,7 @@ def run_trials(job: TuneJob, console: Console, connect: Connect = already) -> Le
             ledger.append("error", trial.trial, error="lost with the driver, soon after its start")
             ledger.append("end", trial.trial, status="failed")
     is_running = any(trial.status == "running" for trial in ledger.trials.values())
-    if is_running or len(ledger.trials) < job.points:
+    if is_running or len(ledger.trials) < job.trial_count:
         raise TrainingError("the sweep was stopped; run the same command again to resume")
     return ledger
 
@@ -161,13 +161,13 @@ def trials_at_once(job: TuneJob, cluster: Mapping[str, float]) -> int:
     """The job's number of concurrent trials, or what fits on the cluster now. The cluster may grow
     for more: a waiting trial holds only its driver's memory."""
     if job.max_concurrent:
-        return min(job.max_concurrent, job.points)
+        return min(job.max_concurrent, job.trial_count)
     asked = job.train.cluster
     room = int(cluster.get("CPU", 0) / (asked.workers * asked.cpus_per_worker) + 1e-9)
     if each := gpus_each(asked.gpus_per_worker, cluster.get("GPU", 0)):
         gpus = asked.workers * each
         room = min(room, int(cluster.get("GPU", 0) / gpus + 1e-9))
-    return max(1, min(room, job.points))
+    return max(1, min(room, job.trial_count))
 
 
 def _tuner(job: TuneJob, start: Path, watch: "_Watch", console: Console) -> tune.Tuner:
@@ -177,14 +177,16 @@ def _tuner(job: TuneJob, start: Path, watch: "_Watch", console: Console) -> tune
     )
     state = Path(job.output_dir) / _NAME
     if any(state.glob("experiment_state-*.json")):
-        console.print(f"resuming: {len(watch.ledger.trials)} of {job.points} trials have begun")
+        console.print(
+            f"resuming: {len(watch.ledger.trials)} of {job.trial_count} trials have begun"
+        )
         return tune.Tuner.restore(
             str(state), trainable, resume_unfinished=True, param_space=domains(job)
         )
     # Killed before its first trial, so there is nothing to resume from.
     shutil.rmtree(state, ignore_errors=True)
     at_once = trials_at_once(job, ray.cluster_resources())
-    console.print(f"{job.points} trials, {at_once} at once")
+    console.print(f"{job.trial_count} trials, {at_once} at once")
     return tune.Tuner(
         trainable,
         param_space=domains(job),
@@ -280,7 +282,7 @@ class _Watch(tune.Callback):
     def _end(self, trial: Trial, status: str, **fields: Any) -> None:
         self.ledger.append("end", trial.trial_id, status=status, **fields)
         ended = sum(record.status != "running" for record in self.ledger.trials.values())
-        self._say(trial, f"{status} ({ended} of {self._job.points} trials)")
+        self._say(trial, f"{status} ({ended} of {self._job.trial_count} trials)")
 
     def _say(self, trial: Trial, message: str) -> None:
         console = self._console or Console(stderr=True)

@@ -250,10 +250,8 @@ def test_a_fixed_number_of_replicas_is_a_job_that_the_service_takes():
         ({"workers": {"pod": {"cpuLimit": 3}}}, "workers.pod.cpuLimit is below workers.cpu"),
         ({"workers": {"pod": {"volumes": []}}}, "volumes"),
         ({"service": {"cpus_per_replica": 8}}, "raise workers.cpu"),
-        (
-            {"service": {"gpus_per_replica": 1}},
-            "1 GPUs and resources {}, and no",
-        ),
+        ({"service": {"gpus_per_replica": 1}}, "1 GPUs and resources {}, and no"),
+        ({"moreWorkers": {"workers": {"max": 1}}}, "moreWorkers.workers"),
         ({"service": {"replicas": 2, "scaling": {"max_replicas": 3}}}, "set both to null"),
         ({"model": {"claim": ""}}, "needs model.claim"),
         ({"model": {"hub": {"tokenSecret": ""}}}, "leave model.hub out"),

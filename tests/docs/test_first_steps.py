@@ -164,13 +164,15 @@ def test_training(checkout: Checkout, command: str):
 
 
 def test_own_answers(demo: Checkout):
-    """Of the demo's first stage, as token ids."""
-    (command,) = runs("test_own_answers")
-    done = demo.run(small(command))
-    output = demo.directory / json.loads(done.stdout.splitlines()[-1])["output"]
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len(lines) == 8
-    assert all(line["prompt_ids"] and line["answer_ids"] for line in lines)
+    """Of the demo's first stage, as token ids; by a job, and to a file of prompts."""
+    by_job, to_prompts = runs("test_own_answers")
+    prompts = (demo.directory / "jobs" / "demo-prompts.jsonl").read_text().splitlines()
+    for command, count in ((small(by_job), 8), (f"{to_prompts} max_new_tokens=8", len(prompts))):
+        done = demo.run(command)
+        output = demo.directory / json.loads(done.stdout.splitlines()[-1])["output"]
+        lines = [json.loads(line) for line in output.read_text().splitlines()]
+        assert len(lines) == count
+        assert all(line["prompt_ids"] and line["answer_ids"] for line in lines)
 
 
 def test_a_sweep(demo: Checkout):

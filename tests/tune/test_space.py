@@ -44,7 +44,7 @@ def test_a_grid_is_every_combination_once():
     shares = {"type": "choice", "values": [0.5, 0.75, 1.0]}
     space = {"objective.block_size": SIZES, "objective.noisy_share": shares}
     job = make_sweep(NOWHERE, NOWHERE, searcher="grid", trials=None, space=space)
-    assert job.points == 6
+    assert job.trial_count == 6
     found = [json.dumps(values_at(job, point)) for _, point in generate_variants(domains(job))]
     assert len(found) == len(set(found)) == 6
     # A point that is no job is refused before any trial, wherever in the grid it lies.

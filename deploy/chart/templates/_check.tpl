@@ -10,6 +10,9 @@
 {{- if or (gt (len .Release.Name) 47) (not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name)) }}
 {{- fail (printf "the release is named %q: KubeRay takes at most 47 lower-case letters, digits and hyphens, a letter first" .Release.Name) }}
 {{- end }}
+{{- if hasKey (.Values.moreWorkers | default dict) "workers" }}
+{{- fail "moreWorkers.workers: the group `workers` has that name; choose another" }}
+{{- end }}
 {{- range prepend (include "mars-ray.workerGroups" . | fromYamlArray) (merge (dict "name" "head" "min" 0 "max" 1 "surge" 0) .Values.head) }}
   {{- if gt (.min | float64) (add .max .surge | float64) }}
     {{- fail (printf "%s: min is above max and surge" .name) }}
