@@ -22,14 +22,15 @@ def run_in(replica: str, work: Callable[[Any], None]) -> None:
     ray.get(ray.get_actor(replica, "serve").__ray_call__.remote(work))
 
 
-def slow_down(pause_s: float) -> Callable[[Any], None]:
-    """Make each forward longer."""
+def slow_down(pause_s: float, path: Path | None = None) -> Callable[[Any], None]:
+    """Make each forward longer; with a path, while this file is there."""
 
     def patch(_actor: Any) -> None:
         forward = engine.forward
 
         def slow_forward(*args: Any) -> Any:
-            time.sleep(pause_s)
+            if path is None or path.exists():
+                time.sleep(pause_s)
             return forward(*args)
 
         engine.forward = slow_forward

@@ -16,7 +16,7 @@ import torch
 from ray import cloudpickle, serve
 from ray.exceptions import RayActorError
 from ray.util import list_named_actors
-from serve.forwards import break_down, hold, run_in
+from serve.forwards import break_down, hold, run_in, slow_down
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray.cluster.machine import free_port
@@ -95,18 +95,23 @@ async def eventually(condition: Callable[[], bool], limit_s: float = 60) -> None
         await asyncio.sleep(0.1)
 
 
-def test_a_replica_killed_while_it_writes(url):
+def test_a_replica_killed_while_it_writes(url, tmp_path):
     """Streams of the dead one end with an error event, all the rest is whole and right."""
+    slow = tmp_path / "slow"
+    for actor in replicas():
+        run_in(actor["name"], slow_down(0.05, slow))
 
     async def ask_and_kill() -> tuple[str, list[list[str]], list[str]]:
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             expected = await whole(client)
+            slow.touch()  # 150 tokens take 7.5 seconds and more
             streams = [stream(client) for _ in range(6)]
             begun = [[await anext(events)] for events in streams]
             unseen = [asyncio.create_task(whole(client)) for _ in range(8)]
             await asyncio.sleep(0.1)
             victim = random.choice(replicas())
             ray.kill(ray.get_actor(**victim))
+            slow.unlink()
             for events, own in zip(streams, begun, strict=True):
                 own.extend([event async for event in events])
             texts = list(await asyncio.gather(*unseen))
