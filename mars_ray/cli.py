@@ -25,7 +25,7 @@ from mars_ray.config.generate import GenerateJob, generation_of
 from mars_ray.config.load import JOB_KINDS, load_job, parse_job
 from mars_ray.config.scaling import AdviseJob
 from mars_ray.config.serve import ExportJob, ServeJob
-from mars_ray.config.train import TrainJob
+from mars_ray.config.train import TrainJob, training_of
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError, MarsError
 
@@ -89,9 +89,19 @@ def _options(
 
 
 @app.command()
-def train(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def train(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|JOB.toml", help="Directory or hub name; or a job.")
+    ],
+    overrides: Overrides = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Files of conversations: .jsonl, .json or .parquet.")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
     """Fine-tune in stages on Ray Train; run again to resume."""
-    job = _job(TrainJob, job_file, overrides, dry_run)
+    source, overrides = training_of(model, overrides or (), data or ())
+    job = _job(TrainJob, source, overrides, dry_run)
     from mars_ray.provenance import provenance
     from mars_ray.train.run import run_training
 

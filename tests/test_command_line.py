@@ -55,6 +55,9 @@ def test_a_model_may_stand_where_a_job_does(resolved):
         "x.jsonl"
     )
     assert resolved(["generate", "jobs/generate-demo.toml", "max_new_tokens=8"])["prompts"]
+    job = resolved(["train", "m/One", "--data", "a.jsonl", "stages.mars.epochs=1"])
+    assert (job["model"]["path"], job["output_dir"]) == ("m/One", "runs/train-one")
+    assert [stage["epochs"] for stage in job["stages"].values()] == [5, 1]
     job = resolved(["export", "m", "s3://bucket/m?a=b", "revision=c"])
     assert (job["checkpoint"], job["destination"]) == ("m", "s3://bucket/m?a=b")
     job = resolved(["export", "jobs/export-demo.toml", "destination=x", "model_cache=y"])
@@ -62,6 +65,8 @@ def test_a_model_may_stand_where_a_job_does(resolved):
     for words, said in (
         (["generate", "m"], "--prompts"),
         (["generate", "jobs/generate-demo.toml", "--output", "x.jsonl"], "output="),
+        (["train", "m"], "--data"),
+        (["train", "jobs/demo-tiny.toml", "--data", "a.jsonl"], "data.train.paths="),
         (["export", "m"], "destination"),
         (["serve", "m", "--tensor-parallel-size", "2"], "another type of 'engine' has it"),
     ):

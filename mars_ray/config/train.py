@@ -3,13 +3,16 @@
 The mask schedule, what a sweep may change of the noisy stream, is part of an objective.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Literal, Self, get_args
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import AdapterPath, Config, JobName, Names, Precision
+from mars_ray.config.base import AdapterPath, Config, JobName, Names, Precision, name_of
 from mars_ray.config.inputs import DataConfig, ModelConfig, PretrainedModel
+from mars_ray.errors import ConfigError
 
 BlockSizeTokens = Annotated[int, Field(ge=1, le=64)]
 
@@ -528,3 +531,36 @@ class TrainJob(Config):
                     f"micro_batch_size {stage.micro_batch_size}"
                 )
         return self
+
+
+def training_of(
+    model: str, overrides: Sequence[str], data: Sequence[str]
+) -> tuple[Path | dict[str, Any], list[str]]:
+    """A job's file, or the table of a job for a model that is named instead; with its overrides.
+
+    A model gets the paper's two stages (arXiv 2604.07023, appendix), with steps of 32 rows in the
+    place of 384. Raises ConfigError if nothing says what is learnt, or if a job is given files
+    besides.
+    """
+    if model.endswith(".toml"):
+        if data:
+            raise ConfigError("a job names its data itself: override data.train.paths=")
+        return Path(model), list(overrides)
+    if not data:
+        raise ConfigError(f"train {model}: name --data FILE, or give it a job")
+    objectives = {"ar": {"type": "ar"}, "mars": {"type": "mars", "ar_weight": 1.0}}
+    steps = {
+        "epochs": 5,
+        "global_batch_size": 32,
+        "micro_batch_size": 1,
+        "optimizer": {"learning_rate": 5e-6, "warmup_share": 0.03},
+    }
+    table = {
+        "kind": "train",
+        "name": name_of(model),
+        "output_dir": f"runs/train-{name_of(model)}",
+        "model": {"type": "pretrained", "path": model},
+        "data": {"train": {"type": "files", "paths": list(data)}},
+        "stages": {name: {"objective": given} | steps for name, given in objectives.items()},
+    }
+    return table, list(overrides)
