@@ -5,14 +5,21 @@
         space='{"objective.noisy_share"={type="choice",values=[1.0,0.5]},
                 "objective.block_size"={type="choice",values=[{type="constant",size=4},
                     {type="mixed",sizes=[4,8],weights=[1.0,1.0]}]}}'
-    python benchmarks/sweep.py benchmarks/results/sweep.json runs/tune-gsm8k runs/tune-gsm8k-1
+    for seed in 0 1; do
+      mars-ray tune jobs/tune-gsm8k.toml output_dir=runs/tune-gsm8k-sft-$seed train.seed=$seed \\
+          space='{"objective.ar_weight"={type="choice",values=[1.0,0.0]}}'
+    done
+    python benchmarks/sweep.py benchmarks/results/sweep.json runs/tune-gsm8k runs/tune-gsm8k-1 \\
+        --clean-loss runs/tune-gsm8k-sft-0 runs/tune-gsm8k-sft-1
 
 The first sweep chooses. The others have at least its winner and the paper's setting among their
-trials: blocks of a constant size 4, and a noisy stream beside every sequence.
+trials: blocks of a constant size 4, and a noisy stream beside every sequence. Those of --clean-loss
+vary the weight of the loss on the clean stream alone.
 """
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +35,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("sweeps", type=Path, nargs="+")
+    parser.add_argument("--clean-loss", type=Path, nargs="+", default=[])
     asked = parser.parse_args()
-    sweeps = [json.loads((path / "results.json").read_text()) for path in asked.sweeps]
-    result = compared(sweeps) | {"provenance": sweeps[0]["provenance"]}
+    sweeps = list(map(_results, asked.sweeps))
+    result = compared(sweeps) | {
+        "clean_loss": by_weight(map(_results, asked.clean_loss)),
+        "provenance": sweeps[0]["provenance"],
+    }
     asked.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["seeds"], indent=1))
+
+
+def _results(sweep: Path) -> dict[str, Any]:
+    return json.loads((sweep / "results.json").read_text())
+
+
+def by_weight(sweeps: Iterable[dict[str, Any]]) -> list[Row]:
+    """What each weight of the loss on the clean stream gave, by seed."""
+    kept = ("steps", "clean_ce", "tokens_per_forward", "tokens_per_forward_expected", "threshold")
+    return [
+        {"seed": sweep["job"]["train"]["seed"], "weight": trial["values"]["objective.ar_weight"]}
+        | {name: trial[name] for name in kept}
+        for sweep in sweeps
+        for trial in sorted(
+            sweep["trials"], key=lambda each: each["values"]["objective.ar_weight"], reverse=True
+        )
+    ]
 
 
 def compared(sweeps: list[dict[str, Any]]) -> dict[str, Any]:

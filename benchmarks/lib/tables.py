@@ -565,7 +565,25 @@ def sweep(result: dict[str, Any]) -> list[str]:
         f"{result['most_lost']:.0%} of the tokens are not the model's own choices, "
         f"{result['problems']} problems. The winner against the paper's setting: {seeds}. "
         f"{machine(result['provenance'])}.",
+        "",
+        *_clean_loss(result["clean_loss"]),
     ]
+
+
+def _clean_loss(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| seed | weight of the clean stream's loss | steps | its held-out loss | T/F, expected "
+        "| T/F | threshold |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        reached = row["tokens_per_forward"]
+        lines.append(
+            f"| {row['seed']} | {row['weight']:g} | {row['steps']} | {row['clean_ce']:.3f} | "
+            f"{row['tokens_per_forward_expected']:.2f} | "
+            + (f"{reached:.3f} | {row['threshold']:g} |" if reached else "- | - |")
+        )
+    return lines
 
 
 def _blocks(size: dict[str, Any]) -> str:
@@ -654,6 +672,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "adapter_parts": adapter_parts,
     "adapter_ranks": adapter_ranks,
     "adapter_training_gpu": adapter_training,
+    "cache": decode,
     "demo": demo,
     "gpu_step": gpu_steps,
     "gsm8k": gsm8k,
