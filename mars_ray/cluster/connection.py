@@ -7,6 +7,7 @@ command is connected.
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import ConfigError
 
 _OWN = "local"
+_ROUNDING = 1e-9  # of CPUs that are taken away in tenths
 _RAYS_TOKENS = "ray._private.authentication.authentication_token_setup"
 
 
@@ -137,30 +139,45 @@ def fitted(job: ServeJob, ingress_cpus: float) -> ServeJob:
     """A service's job with no more replicas than there is room for on the command's own cluster,
     which is this machine and never grows.
 
-    Raises ConfigError if a model's replica has GPUs that are not there.
+    Raises ConfigError if the least number of replicas has no room.
     """
     import ray
 
     there = {name: float(amount) for name, amount in ray.cluster_resources().items()}
     there["CPU"] = there.get("CPU", 0.0) - ingress_cpus * job.ingress_replicas
-    first, *others = (_fitted(model, there) for model in job.each().values())
+    there.setdefault("GPU", 0.0)
+    left = dict(there)
+    first, *others = (_fitted(model, there, left) for model in job.each().values())
     return first.model_copy(update={"more_models": tuple(others)})
 
 
-def _fitted(job: ServeJob, there: dict[str, float]) -> ServeJob:
-    gpus = there.get("GPU", 0.0)
-    each = gpus_each(job.gpus_per_replica, gpus, job.engine.workers)
-    if each > gpus:
+def _fitted(job: ServeJob, there: dict[str, float], left: dict[str, float]) -> ServeJob:
+    """One model's job; what its least number of replicas takes is no longer left."""
+    each = gpus_each(job.gpus_per_replica, there["GPU"], job.engine.workers)
+    if each > there["GPU"]:
         raise ConfigError(
-            f"{job.name}: gpus_per_replica={each:g} (--gpus), and this machine has {gpus:g} GPUs: "
-            "leave it out to compute on CPUs, or name a cluster with RAY_ADDRESS"
+            f"{job.name}: gpus_per_replica={each:g} (--gpus), and this machine has "
+            f"{there['GPU']:g} GPUs: leave it out to compute on CPUs, or name a cluster with "
+            "RAY_ADDRESS"
         )
+    needs = {"CPU": job.cpus_per_replica, "GPU": each}
+    scaling = job.scaling
+    least = scaling.min_replicas if job.replicas == "auto" else job.replicas
+    for name, need in needs.items():
+        if least * need > left[name] + _ROUNDING:
+            raise ConfigError(
+                f"{job.name}: its replicas need {least} x {need:g} {name}, and this machine has "
+                f"{left[name]:g} left: ask for fewer (replicas=), give each less "
+                "(cpus_per_replica=), or name a cluster with RAY_ADDRESS"
+            )
+        left[name] -= least * need
     if job.replicas != "auto":
         return job
-    needs = {"CPU": job.cpus_per_replica, "GPU": each}
-    room = [int(there[name] / need) for name, need in needs.items() if need]
-    scaling = job.scaling
-    most = max(scaling.min_replicas, min([scaling.max_replicas, *room]))
+    room = [int(there[name] / need + _ROUNDING) for name, need in needs.items() if need]
+    most = min([scaling.max_replicas, *room])
+    if most < scaling.max_replicas and "max_replicas" in scaling.model_fields_set:
+        said = f"{job.name}: this machine has room for {most} of {scaling.max_replicas} replicas"
+        print(said, file=sys.stderr, flush=True)
     scaling = scaling.model_copy(update={"max_replicas": most})
     return job.model_copy(update={"scaling": scaling})
 

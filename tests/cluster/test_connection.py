@@ -24,9 +24,9 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"cpus_per_replica": 0.5}, 3),
         ({"cpus_per_replica": 0.1}, 4),
         ({"cpus_per_replica": 0}, 4),
-        ({"scaling": {"min_replicas": 2}}, 2),
-        ({"replicas": 3}, 3),
-        ({"ingress_replicas": 11}, 1),
+        ({"cpus_per_replica": 0.9, "scaling": {"min_replicas": 2}}, 2),
+        ({"cpus_per_replica": 0.6, "replicas": 3}, 3),
+        ({"ingress_replicas": 10}, 1),
     ],
 )
 def test_no_more_replicas_are_asked_for_than_fit(settings, most):
@@ -37,6 +37,29 @@ def test_no_more_replicas_are_asked_for_than_fit(settings, most):
 def test_each_model_has_its_own_limit():
     job = on_two_cores(more_models=[{"checkpoint": "b", "cpus_per_replica": 0.9}])
     assert [model.most_replicas for model in job.each().values()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"replicas": 3}, r"m: its replicas need 3 x 1 CPU, and this machine has 1.9 left"),
+        ({"scaling": {"min_replicas": 2}}, r"2 x 1 CPU, .* 1.9 left"),
+        ({"ingress_replicas": 11}, r"m: .* 1 x 1 CPU, .* 0.9 left"),
+        ({"more_models": [{"checkpoint": "b"}]}, r"b: .* 1 x 1 CPU, .* 0.9 left"),
+    ],
+)
+def test_replicas_that_have_no_room_are_refused(settings, said):
+    """Guards a service that waits for ever to be scheduled."""
+    with pytest.raises(ConfigError, match=said):
+        on_two_cores(**settings)
+
+
+def test_a_number_of_ones_own_that_does_not_fit_is_told(capsys):
+    """Guards `max_replicas=2` that is one replica, without a word."""
+    on_two_cores()
+    assert not capsys.readouterr().err
+    assert on_two_cores(scaling={"max_replicas": 2}).most_replicas == 1
+    assert "room for 1 of 2 replicas" in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_there_are_refused():
