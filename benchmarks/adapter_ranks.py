@@ -148,7 +148,7 @@ def main() -> None:
     assert job.engine.draft_adapter, "a job with a draft adapter"
     whole = read_draft_adapter(job.engine.draft_adapter, None)
     if asked.keep:
-        write_draft_adapter(asked.keep[1], cut(whole, int(asked.keep[0])))
+        write_draft_adapter(asked.keep[1], cut(whole, min(int(asked.keep[0]), whole.card.rank)))
         return
     folder = asked.output.with_suffix(".adapters")
     adapters = {f"rank {whole.card.rank}": Path(job.engine.draft_adapter)}

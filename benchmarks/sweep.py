@@ -1,20 +1,21 @@
 """A sweep beside the paper's setting, and both again with other seeds.
 
     mars-ray tune jobs/tune-gsm8k.toml
-    mars-ray tune jobs/tune-gsm8k.toml output_dir=runs/tune-gsm8k-1 train.seed=1 \\
-        space='{"objective.noisy_share"={type="choice",values=[1.0,0.5]},
-                "objective.block_size"={type="choice",values=[{type="constant",size=4},
-                    {type="mixed",sizes=[4,8],weights=[1.0,1.0]}]}}'
     for seed in 0 1; do
+      mars-ray tune jobs/tune-gsm8k.toml output_dir=runs/tune-gsm8k-$seed train.seed=$seed \\
+          space='{"objective.noisy_share"={type="choice",values=[1.0,0.5]},
+                  "objective.block_size"={type="choice",values=[{type="constant",size=4},
+                      {type="mixed",sizes=[4,8],weights=[1.0,1.0]}]}}'
       mars-ray tune jobs/tune-gsm8k.toml output_dir=runs/tune-gsm8k-sft-$seed train.seed=$seed \\
           space='{"objective.ar_weight"={type="choice",values=[1.0,0.0]}}'
     done
-    python benchmarks/sweep.py benchmarks/results/sweep.json runs/tune-gsm8k runs/tune-gsm8k-1 \\
+    python benchmarks/sweep.py benchmarks/results/sweep.json runs/tune-gsm8k \\
+        runs/tune-gsm8k-0 runs/tune-gsm8k-1 \\
         --clean-loss runs/tune-gsm8k-sft-0 runs/tune-gsm8k-sft-1
 
-The first sweep chooses. The others have at least its winner and the paper's setting among their
-trials: blocks of a constant size 4, and a noisy stream beside every sequence. Those of --clean-loss
-vary the weight of the loss on the clean stream alone.
+The first sweep chooses. The others say whether it holds: they have at least its winner and the
+paper's setting among their trials, blocks of a constant size 4 and a noisy stream beside every
+sequence. Those of --clean-loss vary the weight of the loss on the clean stream alone.
 """
 
 import argparse
@@ -37,22 +38,34 @@ def main() -> None:
     parser.add_argument("sweeps", type=Path, nargs="+")
     parser.add_argument("--clean-loss", type=Path, nargs="+", default=[])
     asked = parser.parse_args()
-    sweeps = list(map(_results, asked.sweeps))
-    result = compared(sweeps) | {
+    first, *others = map(_results, asked.sweeps)
+    result = compared(first, others) | {
         "clean_loss": by_weight(map(_results, asked.clean_loss)),
-        "provenance": sweeps[0]["provenance"],
+        "provenance": first["provenance"],
     }
     asked.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["seeds"], indent=1))
 
 
 def _results(sweep: Path) -> dict[str, Any]:
-    return json.loads((sweep / "results.json").read_text())
+    result = json.loads((sweep / "results.json").read_text())
+    for trial in result["trials"]:
+        (log,) = sweep.glob(f"trials/{trial['trial']}/*/stages/*/metrics.jsonl")
+        *_, last = (row for row in map(json.loads, log.open()) if row["kind"] == "train")
+        trial["seconds"] = last["seconds"]
+    return result
 
 
 def by_weight(sweeps: Iterable[dict[str, Any]]) -> list[Row]:
     """What each weight of the loss on the clean stream gave, by seed."""
-    kept = ("steps", "clean_ce", "tokens_per_forward", "tokens_per_forward_expected", "threshold")
+    kept = (
+        "steps",
+        "seconds",
+        "clean_ce",
+        "tokens_per_forward",
+        "tokens_per_forward_expected",
+        "threshold",
+    )
     return [
         {"seed": sweep["job"]["train"]["seed"], "weight": trial["values"]["objective.ar_weight"]}
         | {name: trial[name] for name in kept}
@@ -63,17 +76,17 @@ def by_weight(sweeps: Iterable[dict[str, Any]]) -> list[Row]:
     ]
 
 
-def compared(sweeps: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first sweep's trials and settings; for each sweep the winner's T/F and the paper's."""
-    first = sweeps[0]
+def compared(first: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first sweep's trials and settings; for each other the winner's T/F and the paper's."""
     winner = first["trials"][0]["values"]
     seeds = [
         {
             "seed": sweep["job"]["train"]["seed"],
-            "winner": _of(sweep["trials"], winner)["tokens_per_forward"],
-            "paper": _of(sweep["trials"], PAPER)["tokens_per_forward"],
+            "winner": (won := _of(sweep["trials"], winner))["tokens_per_forward"],
+            "paper": (papers := _of(sweep["trials"], PAPER))["tokens_per_forward"],
+            "seconds": [won["seconds"], papers["seconds"]],
         }
-        for sweep in sweeps
+        for sweep in others
     ]
     job = first["job"]
     (stage,) = job["train"]["stages"].values()

@@ -6,6 +6,7 @@ stdout: the last line is one JSON object.
 
 import json
 import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -460,10 +461,12 @@ def export(
 ) -> None:
     """Copy a checkpoint to a directory or an object store."""
     source, more = {"kind": "export", "checkpoint": checkpoint}, list(overrides or ())
-    if checkpoint.endswith(".toml"):
-        source, more = Path(checkpoint), [destination, *more] if destination else more
+    if destination and re.match(r"[a-z_.]+=", destination):
+        more.insert(0, destination)
     elif destination:
-        source["destination"] = destination
+        more.insert(0, f"destination={json.dumps(destination)}")
+    if checkpoint.endswith(".toml"):
+        source = Path(checkpoint)
     job = _job(ExportJob, source, more, dry_run)
     from mars_ray.model.places import export_model
     from mars_ray.storage.place import Place, shown

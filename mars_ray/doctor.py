@@ -19,8 +19,8 @@ from mars_ray.provenance import free_on_node, provenance, version
 _NEEDED = ("torch", "transformers", "ray", "deepspeed", "datasets", "pydantic")
 # By package: the command or setting that needs it.
 _OPTIONAL = {
-    "numba": '`mars-ray simulate` and `advise` need pip install "mars-ray[simulate]"',
-    "vllm": 'engine = { type = "vllm" } needs pip install "mars-ray[vllm]"',
+    "numba": "`mars-ray simulate` and `advise` need pip install numba",
+    "vllm": 'engine = { type = "vllm" } needs vLLM 0.32 (docs/how-to/vllm.md)',
 }
 _MEMORY_BYTES, _DISK_BYTES, _OPEN_FILES = 8e9, 10e9, 4096
 _SERVICE_PORT, _DASHBOARD_PORT = 8000, 8265

@@ -544,25 +544,28 @@ def story(result: dict[str, Any]) -> list[str]:
 def sweep(result: dict[str, Any]) -> list[str]:
     """A sweep's trials, best first, then its winner and the paper's setting by seed."""
     lines = [
-        "| blocks | noisy share | steps | held-out loss of the clean stream | T/F | threshold |",
-        "|---|---|---|---|---|---|",
+        "| blocks | noisy share | steps | seconds | held-out loss of the clean stream | T/F "
+        "| threshold |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in result["trials"]:
         values, threshold = row["values"], row["threshold"]
         shown = "-" if threshold is None else f"{threshold:g}"
         lines.append(
             f"| {_blocks(values['objective.block_size'])} | {values['objective.noisy_share']:g} | "
-            f"{row['steps']} | {row['clean_ce']:.3f} | {row['tokens_per_forward']:.3f} | {shown} |"
+            f"{row['steps']} | {row['seconds']:.0f} | {row['clean_ce']:.3f} | "
+            f"{row['tokens_per_forward']:.3f} | {shown} |"
         )
     seeds = "; ".join(
-        f"seed {run['seed']}: {run['winner']:.3f} against {run['paper']:.3f}"
+        f"seed {run['seed']}: {run['winner']:.3f} against {run['paper']:.3f} "
+        f"({run['seconds'][0]:.0f} and {run['seconds'][1]:.0f} s)"
         for run in result["seeds"]
     )
     return [
         *lines,
         "",
-        f"{result['minutes']:g} minutes a trial, two at a time; T/F of `confidence` where at most "
-        f"{result['most_lost']:.0%} of the tokens are not the model's own choices, "
+        f"{result['minutes']:g} minutes a trial asked, two at a time; T/F of `confidence` where at "
+        f"most {result['most_lost']:.0%} of the tokens are not the model's own choices, "
         f"{result['problems']} problems. The winner against the paper's setting: {seeds}. "
         f"{machine(result['provenance'])}.",
         "",
@@ -572,14 +575,15 @@ def sweep(result: dict[str, Any]) -> list[str]:
 
 def _clean_loss(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| seed | weight of the clean stream's loss | steps | its held-out loss | T/F, expected "
-        "| T/F | threshold |",
-        "|---|---|---|---|---|---|---|",
+        "| seed | weight of the clean stream's loss | steps | seconds | its held-out loss "
+        "| T/F, expected | T/F | threshold |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         reached = row["tokens_per_forward"]
         lines.append(
-            f"| {row['seed']} | {row['weight']:g} | {row['steps']} | {row['clean_ce']:.3f} | "
+            f"| {row['seed']} | {row['weight']:g} | {row['steps']} | {row['seconds']:.0f} | "
+            f"{row['clean_ce']:.3f} | "
             f"{row['tokens_per_forward_expected']:.2f} | "
             + (f"{reached:.3f} | {row['threshold']:g} |" if reached else "- | - |")
         )

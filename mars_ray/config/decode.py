@@ -100,7 +100,9 @@ class EngineConfig(Config):
         "has; replicas on different processors give the same answers if all have the same one",
     )
     threads: int | None = Field(
-        default=None, ge=1, description="CPU threads; default: torch's choice"
+        default=None,
+        ge=1,
+        description="of the compiled step; default: a replica's whole CPUs, elsewhere all",
     )
 
     @property

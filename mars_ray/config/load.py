@@ -20,6 +20,9 @@ from mars_ray.config.tune import TuneJob
 from mars_ray.config.vllm import VLLM_NAMES
 from mars_ray.errors import ConfigError
 
+# How like a key of the same section must be to be meant before one of another section.
+_SURE = 0.8
+
 Kinds = Mapping[str, type[Config]]
 # All but `simulate`, whose job belongs to the simulator (mars_ray.simulator.config).
 JOB_KINDS: dict[str, type[Config]] = {
@@ -141,13 +144,15 @@ def _nearest(known: list[tuple[str | int, tuple[type[BaseModel], ...]]], job: ty
     for section in sections:
         if issubclass(section, Config) and (instead := section.gone.get(str(key))):
             return f"; it is gone: {instead}"
+    fields = sorted({name for section in sections for name in section.model_fields})
+    if close := difflib.get_close_matches(str(key), fields, n=1, cutoff=_SURE):
+        return f"; did you mean {close[0]!r}?"
     if elsewhere := _places(job).get(VLLM_NAMES.get(str(key), str(key))):
         section = elsewhere.rpartition(".")[0]
         if [str(part) for part, _ in known] == elsewhere.split("."):
             return f"; another type of {section!r} has it: see '{section}.type'"
         return f"; did you mean {elsewhere!r}?"
-    fields = sorted({name for section in sections for name in section.model_fields})
-    close = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(key), fields, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(fields)}"
 
 

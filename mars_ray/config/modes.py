@@ -226,6 +226,10 @@ def controlled_branches(depth: int) -> int:
     return max(1, min(_MOST_BRANCHES, _CONTROLLED_DRAFTS // max(1, depth)))
 
 
+# Room is made for adapters of this depth, which may come while an engine runs.
+ADAPTERS_DEPTH = 8
+
+
 def widest_rows(depth: int) -> int:
     """Number of rows of a step with masks behind every draft that masks make for window control."""
     return VerifiedMode(groups=65, branches=controlled_branches(depth)).most_rows(depth)

@@ -62,7 +62,7 @@ class ScalingConfig(Config):
     scale_to_zero: bool = Field(default=False, description="after idle_to_zero_s")
     threshold: ThresholdBounds = ThresholdBounds()
     quality_classes: dict[str, Threshold] = Field(
-        default={}, description="name: floor of the requests that ask for this class"
+        default={}, description="the simulator's classes and floors; a service has `qualities`"
     )
     quality_budget_points: float | None = Field(
         default=1.0,

@@ -240,6 +240,18 @@ class ServeJob(ServedModel):
                 raise ValueError(f"two models are named {shown!r}: give each a model_name")
         return self
 
+    @model_validator(mode="after")
+    def _rays_rule_can_add_replicas(self) -> Self:
+        for model in (self, *self.more_models):
+            target = model.scaling.target_ongoing_requests
+            admitted = model.engine.max_batch + self.limits.waiting_requests
+            if target is not None and target >= admitted:
+                raise ValueError(
+                    f"scaling.target_ongoing_requests {target:g} is never exceeded: a replica "
+                    f"admits {admitted} requests (engine.max_batch and limits.waiting_requests)"
+                )
+        return self
+
     def each(self) -> dict[str, Self]:
         """For each model's name, the job with that model alone."""
         only = {

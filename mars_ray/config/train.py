@@ -549,18 +549,25 @@ def training_of(
     if not data:
         raise ConfigError(f"train {model}: name --data FILE, or give it a job")
     objectives = {"ar": {"type": "ar"}, "mars": {"type": "mars", "ar_weight": 1.0}}
-    steps = {
-        "epochs": 5,
-        "global_batch_size": 32,
-        "micro_batch_size": 1,
-        "optimizer": {"learning_rate": 5e-6, "warmup_share": 0.03},
+    stages = {
+        name: {
+            "objective": objective,
+            "epochs": 5,
+            "global_batch_size": 32,
+            "micro_batch_size": 1,
+            "optimizer": {"learning_rate": 5e-6, "warmup_share": 0.03},
+        }
+        for name, objective in objectives.items()
     }
+    for name, stage in stages.items():
+        if any(override.startswith(f"stages.{name}.steps=") for override in overrides):
+            del stage["epochs"]
     table = {
         "kind": "train",
         "name": name_of(model),
         "output_dir": f"runs/train-{name_of(model)}",
         "model": {"type": "pretrained", "path": model},
         "data": {"train": {"type": "files", "paths": list(data)}},
-        "stages": {name: {"objective": given} | steps for name, given in objectives.items()},
+        "stages": stages,
     }
     return table, list(overrides)

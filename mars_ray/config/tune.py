@@ -1,7 +1,8 @@
 """A sweep: a training job whose last stage is tried with many settings."""
 
 import math
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -90,8 +91,14 @@ class Objectives(Config):
     both held out and teacher-forced. Afterwards finished trials generate, or if they are more than
     `max_survivors` those that nothing beats in both: accuracy in mode `exact`, and T/F where it is
     highest: of `exact` and of the modes that cost at most `max_accuracy_loss`. Where a task has no
-    reference answers, accuracy is the share of tokens that the model itself would have chosen.
+    reference answers, accuracy is the share of tokens that the model itself would have chosen, and
+    the clean loss counts against a trial as in its score.
     """
+
+    gone: ClassVar[Mapping[str, str]] = {
+        "thresholds": "`objectives.modes` has whole modes",
+        "groups": "a mode of `objectives.modes` has them",
+    }
 
     clean_ce_weight: float = Field(
         default=10.0, ge=0, description="T/F that one nat of the clean loss is worth"

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_ray.config.decode import EngineConfig
-from mars_ray.config.modes import VerifiedMode, widest_rows
+from mars_ray.config.modes import ADAPTERS_DEPTH, VerifiedMode, widest_rows
 from mars_ray.core.step_cost import CONTEXT, StepCost
 from mars_ray.core.thresholds import Budget, Thresholds
 from mars_ray.decode.adapter import FusedAdapter, fused
@@ -40,9 +40,6 @@ from mars_ray.decode.warm_up import Clock, StepTimer, measure_steps
 from mars_ray.errors import ModelError, RequestError
 from mars_ray.model.directory import ModelCard
 from mars_ray.model.draft_adapter import DraftAdapter
-
-# Adapters up to this depth always fit.
-_ADAPTERS_DEPTH = 8
 
 # Rows of a prompt whose log-probabilities are computed at once: the vocabulary is large.
 _PROMPT_ROWS = 32
@@ -71,7 +68,7 @@ class Engine:
         """
         self.model = model
         self.card = self._own_card = card  # self.card: with an adapter's depth, if any
-        depth = max(card.block_size, adapter.card.depths if adapter else 0, _ADAPTERS_DEPTH)
+        depth = max(card.block_size, adapter.card.depths if adapter else 0, ADAPTERS_DEPTH)
         # Rows of an answer's last step may lie beyond the limit.
         self._spare = min(config.step_tokens, widest_rows(depth))
         self.config = config = sized(model, self._spare, config)
@@ -108,7 +105,7 @@ class Engine:
     def set_step_tokens(self, rows: int) -> None:
         """Let steps have so many rows from the next one on, within what the configuration leaves
         room for, and at least what a sequence of the default mode may need."""
-        depth = max(self.card.block_size, self._own_card.block_size, _ADAPTERS_DEPTH)
+        depth = max(self.card.block_size, self._own_card.block_size, ADAPTERS_DEPTH)
         rows = min(max(rows, VerifiedMode().most_rows(depth)), self.config.step_tokens)
         self._scheduler.step_tokens = rows
         if self.control:

@@ -78,6 +78,8 @@ def _run(engine: Engine, requests: list[Request], places: int) -> tuple[list[Com
     steps = rows = 0
     while engine.has_work:
         for event in engine.step():
+            if event.failure:
+                raise event.failure
             if event.completion:
                 completions[event.request_id] = event.completion
                 for request in islice(waiting, 1):

@@ -161,14 +161,10 @@ def _measured(work: _Work, console: Console) -> Frontier:
             )
 
         # Without masks there are none to be forced, and n-grams are drafted under window control.
-        controlled = {mode: config.window_control or _has_no_masks(mode) for mode in modes}
-        engines = {
-            control: load_engine(
-                job.checkpoint, config.model_copy(update={"window_control": control})
-            )[0]
-            for control in dict.fromkeys(controlled.values())
-        }
-        engine = engines[controlled[modes[0]]]
+        controlled = {mode: config.window_control or _has_ngrams_alone(mode) for mode in modes}
+        config = config.model_copy(update={"window_control": any(controlled.values())})
+        engine, _ = load_engine(job.checkpoint, config)
+        control = engine.control
         bars.say(str(engine.info))
         logprobs = 0 if isinstance(job.task, PromptsTask | FilesTask) else None
         stops = stop_ids(engine.model)
@@ -184,21 +180,22 @@ def _measured(work: _Work, console: Console) -> Frontier:
             for mode in modes
         ]
         # All requests are checked now: a later refusal would waste the measurements before it.
-        for mode, requests in asked:
+        for _, requests in asked:
             for request in requests:
-                engines[controlled[mode]].check(request)
+                engine.check(request)
         for mode, requests in asked:
             task = bars.add_task(mode_label(mode.model_dump()), total=len(problems))
             advance = partial(bars.advance, task)
-            own = engines[controlled[mode]]
-            results.append(_measure(own, tokenizer, mode, work, requests, advance))
+            engine.control = control if controlled[mode] else None
+            results.append(_measure(engine, tokenizer, mode, work, requests, advance))
             if not keeps or len(results) == len(modes):
                 _write(work, so_far(), results)
     return so_far()
 
 
-def _has_no_masks(mode: Mode) -> bool:
-    return isinstance(mode, VerifiedMode) and mode.window == 0
+def _has_ngrams_alone(mode: Mode) -> bool:
+    is_verified = isinstance(mode, VerifiedMode)
+    return is_verified and mode.window == 0 and mode.ngram and mode.threshold == 1
 
 
 def _reference_nll(

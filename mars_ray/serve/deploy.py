@@ -253,6 +253,11 @@ def update(job: ServeJob) -> None:
             f"the service listens on {host}:{port} as long as it runs, so the job must say "
             f"host={host} port={port}"
         )
+    if before.keys_file and not job.keys_file:
+        raise ConfigError(
+            "the running service asks for keys, and this job names no keys_file: it would answer "
+            "anybody; name keys_file=, or stop the service first"
+        )
     if _swap_adapters(ingress, before, built_s, job):
         return
     try:

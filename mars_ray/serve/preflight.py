@@ -63,7 +63,7 @@ def _check_vllm(engine: VllmConfig) -> None:
         found = json.loads(said.stdout) if said.returncode == 0 else None
     if found is None:
         raise ConfigError(
-            f"engine.type 'vllm': {python} has no vLLM; install mars-ray[vllm] there, or name a "
+            f"engine.type 'vllm': {python} has no vLLM; install it there, or name a "
             "Python that has it with engine.py_executable (docs/how-to/vllm.md)"
         )
     directory, version = found

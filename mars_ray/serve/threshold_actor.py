@@ -30,6 +30,7 @@ _NAMESPACE = "mars-ray"
 _WAIT_S = 30.0
 _RETRY_S = 0.5
 _ANSWER_S = 2.0
+_LATE_S = 60.0
 _KEPT = 4096  # decisions of half an hour
 _GAUGES = (
     (
@@ -117,12 +118,13 @@ class ThresholdActor:
         """Puts a set-point in force; an unchanged one does not count as a change.
 
         The autoscaling policy also tells what it has decided; it is not heard once the service has
-        changed to a fixed number of replicas, nor if it decided earlier than what is known: calls
-        that waited for this actor's start come in any order.
+        changed to a fixed number of replicas, nor if it decided a little earlier than what is
+        known: calls that waited for this actor's start come in any order. What seems much earlier
+        is of a controller whose clock went back.
         """
         if decided:
             known = self._history[-1].at_s if self._history else 0.0
-            if not self._setting.is_auto or decided.at_s < known:
+            if not self._setting.is_auto or known - _LATE_S < decided.at_s < known:
                 return
             self._history.append(decided)
             for gauge, value in zip(

@@ -89,8 +89,10 @@ class TrainLoop:
         self._stop_wanted = False
         self._cannot_write = False
         self._mask_tokens = restored.mask_tokens if restored else 0
-        self._total_steps = max(parts.total_steps, _TIMED_STEPS if self._is_timed else 1)
-        self._first_step_s = 0.0
+        self._begun, self._first_step_s = self._step, 0.0
+        self._total_steps = max(
+            parts.total_steps, self._begun + _TIMED_STEPS if self._is_timed else 1
+        )
         if restored and self._is_timed and restored.step >= _TIMED_STEPS:
             self._total_steps = restored.total_steps
         streams = parts.objective.streams
@@ -147,7 +149,7 @@ class TrainLoop:
             self.meter.add(local, counts)
             self._mask_tokens += int(counts[_MASKS])
             self._step += 1
-            if self._is_timed and self._step in (1, _TIMED_STEPS):
+            if self._is_timed:
                 self._set_length(time.monotonic() - started)
             if self._is_due(plan.job.log_every_steps):
                 self._log(norm, rate)
@@ -164,14 +166,18 @@ class TrainLoop:
         return self._parts.plan.config.minutes is not None
 
     def _set_length(self, elapsed_s: float) -> None:
-        """Set the number of steps that fit the minutes, by the time of rank 0's first steps, but no
-        more than the epochs have if they are given too."""
-        if self._step == 1:
+        """Set the number of steps that fit the minutes, but no more than epochs have if both are
+        given. Rank 0's time of all steps but the attempt's first counts, when ten are done and
+        whenever these have doubled."""
+        done = self._step - self._begun
+        if done == 1:
             self._first_step_s = elapsed_s
+        tens, rest = divmod(done, _TIMED_STEPS)
+        if rest or tens & (tens - 1):
             return
         config = self._parts.plan.config
         assert config.minutes is not None
-        step_s = (elapsed_s - self._first_step_s) / (self._step - 1)
+        step_s = (elapsed_s - self._first_step_s) / (done - 1)
         left_s = 60 * config.minutes - self._seconds()
         wanted = self._step + max(0, int(left_s / step_s))
         if config.epochs is not None:

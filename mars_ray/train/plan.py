@@ -134,13 +134,16 @@ def stage_plan(
     )
 
 
+def absolute_files(source: FilesSource) -> FilesSource:
+    """A source that finds its files from any working directory."""
+    return source.model_copy(update={"paths": tuple(map(absolute_path, source.paths))})
+
+
 def with_absolute_paths(job: TrainJob) -> TrainJob:
     """The same job with absolute paths, because workers run in another working directory."""
 
     def absolute(source: Source | None) -> Source | None:
-        if not isinstance(source, FilesSource):
-            return source
-        return source.model_copy(update={"paths": tuple(map(absolute_path, source.paths))})
+        return absolute_files(source) if isinstance(source, FilesSource) else source
 
     data = job.data.model_copy(
         update={

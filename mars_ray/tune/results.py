@@ -24,7 +24,13 @@ from mars_ray.cluster.connection import cluster_gpus, gpus_each
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.modes import ExactMode, Mode
 from mars_ray.config.tune import Objectives, TuneJob
-from mars_ray.core.frontier import Frontier, FrontierPoint, read_frontier, undominated
+from mars_ray.core.frontier import (
+    Frontier,
+    FrontierPoint,
+    mode_label,
+    read_frontier,
+    undominated,
+)
 from mars_ray.decode.kv_cache import model_context
 from mars_ray.decode.request import check_context
 from mars_ray.errors import ConfigError, MarsError, TrainingError
@@ -120,9 +126,21 @@ def best(
     frontiers: dict[str, Frontier], objectives: Objectives, trials: list[TrialRecord]
 ) -> TrialRecord:
     """The fastest trial whose accuracy in `exact` is at most the stated loss below the starting
-    model's; without one, the most accurate. Raises TrainingError if no trial has finished."""
+    model's; without one, the most accurate. Where the task has no reference answers a model that
+    repeats itself would be fastest, so there the clean loss counts as it does in the score.
+
+    Raises TrainingError if no trial has finished.
+    """
     if not trials:
         raise TrainingError("no trial has finished, so none is best; see trials.jsonl")
+    if not frontiers[START].points[0].has_references:
+        return max(
+            trials,
+            key=lambda trial: (
+                fastest(frontiers[trial.trial], objectives).tokens_per_forward
+                - objectives.clean_ce_weight * trial.metrics["clean_ce"]
+            ),
+        )
     accuracy = {name: frontier.points[0].accuracy for name, frontier in frontiers.items()}
     least = accuracy[START] - objectives.max_accuracy_loss
     good = [trial for trial in trials if accuracy[trial.trial] >= least - 1e-9]
@@ -161,7 +179,8 @@ class Row:
     exact_accuracy: float | None
     exact_accuracy_low: float | None
     exact_accuracy_high: float | None
-    threshold: float | None  # of the fastest point that keeps quality; None if that is `exact`
+    mode: str | None  # of the fastest point that keeps quality
+    threshold: float | None  # of the same point; None if that is `exact`
     points_lost: float | None  # of the same point
     tokens_per_forward: float | None
     tokens_per_forward_lossless: float | None
@@ -180,7 +199,11 @@ def rows_of(
         points = frontier.points if frontier else ()
         exact = points[0] if points else None
         speed = fastest(frontier, job.objectives) if frontier else None
-        lossless = [point.tokens_per_forward for point in points if point.threshold == 1]
+        lossless = [
+            point.tokens_per_forward
+            for point in points
+            if point.mode["type"] == "verified" and point.threshold == 1
+        ]
         rows.append(
             Row(
                 trial=trial.trial,
@@ -193,10 +216,11 @@ def rows_of(
                 exact_accuracy=exact.accuracy if exact else None,
                 exact_accuracy_low=exact.accuracy_low if exact else None,
                 exact_accuracy_high=exact.accuracy_high if exact else None,
+                mode=mode_label(speed.mode) if speed else None,
                 threshold=speed.threshold if speed else None,
                 points_lost=speed.points_lost if speed else None,
                 tokens_per_forward=speed.tokens_per_forward if speed else None,
-                tokens_per_forward_lossless=lossless[0] if lossless else None,
+                tokens_per_forward_lossless=max(lossless, default=None),
                 attempts_failed=len(trial.errors),
                 error=trial.errors[-1] if trial.errors else None,
                 values=trial.values,
@@ -301,7 +325,7 @@ def _draw_generated(
         label = f"{row.trial.rpartition('_')[2]} ({speed.label})"
         axes.annotate(label, here, xytext=(5, 4), textcoords="offset points", fontsize=9)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xlabel("tokens per forward, generated, at the threshold that keeps quality")
+    axes.set_xlabel("tokens per forward, generated, in the mode that keeps quality")
     axes.set_ylabel("accuracy in mode exact")
     axes.set_title(f"Survivors, {start.problems} problems")
 
@@ -311,13 +335,13 @@ def print_rows(job: TuneJob, rows: list[Row], console: Console) -> None:
     table = Table(title=f"{len(rows)} trials of stage {job.stage_name}")
     for name in ("trial", "status"):
         table.add_column(name)
-    for name in ("steps", "expected T/F", "clean", "exact", "T/F (threshold)"):
+    for name in ("steps", "expected T/F", "clean", "exact", "T/F (mode)"):
         table.add_column(name, justify="right")
     table.add_column("settings", overflow="fold", ratio=1)
     for row in rows:
         speed = _number(row.tokens_per_forward, ".2f")
-        if row.threshold is not None:
-            speed += f" ({row.threshold:g})"
+        if row.mode is not None:
+            speed += f" ({row.mode})"
         table.add_row(
             row.trial.rpartition("_")[2],
             row.status,

@@ -38,6 +38,7 @@ from ray.tune.search import (
 from ray.tune.search.optuna import OptunaSearch
 
 from mars_ray.config.load import parse_job, put_value
+from mars_ray.config.modes import ADAPTERS_DEPTH, widest_rows
 from mars_ray.config.train import MarsObjective, TrainJob
 from mars_ray.config.tune import (
     AshaScheduler,
@@ -163,8 +164,19 @@ def _check_point(job: TuneJob, values: Mapping[str, Any]) -> None:
     if not isinstance(objective, MarsObjective):
         return
     asked, depth = job.objectives, objective.max_block_size
+    room = widest_rows(max(depth, ADAPTERS_DEPTH))
     for mode in asked.modes:
-        rows = mode.most_rows(depth)
+        if mode.asked_window > depth:
+            raise ConfigError(
+                f"objectives.modes: {mode_label(mode.model_dump())} asks for {mode.asked_window} "
+                f"masks, more than block size {depth} is trained for: lower window"
+            )
+        rows = mode.most_rows(mode.widest(depth))
+        if rows > room:
+            raise ConfigError(
+                f"objectives.modes: {mode_label(mode.model_dump())} needs forwards of {rows} rows, "
+                f"more than the {room} that an engine has room for: lower branches or groups"
+            )
         if rows > asked.engine.step_tokens:
             raise ConfigError(
                 f"objectives.engine.max_step_tokens {asked.engine.step_tokens} is too small: in "

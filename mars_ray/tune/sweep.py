@@ -28,14 +28,20 @@ from ray.tune.schedulers import FIFOScheduler
 from rich.console import Console
 
 from mars_ray.cluster.connection import Connect, already, gpus_each
-from mars_ray.config.evaluate import Gsm8kTask
+from mars_ray.config.evaluate import Gsm8kTask, PromptsTask
 from mars_ray.config.tune import AshaScheduler, TuneJob
 from mars_ray.errors import TrainingError
 from mars_ray.evaluate.tasks import problems_of
 from mars_ray.files import changed_keys, replaced, sole_writer, write_whole
 from mars_ray.progress import Lines
 from mars_ray.provenance import provenance
-from mars_ray.train.plan import absolute_path, initial_model, stage_plan, with_absolute_paths
+from mars_ray.train.plan import (
+    absolute_files,
+    absolute_path,
+    initial_model,
+    stage_plan,
+    with_absolute_paths,
+)
 from mars_ray.train.run import run_training
 from mars_ray.tune.results import (
     Row,
@@ -152,6 +158,9 @@ def absolute(job: TuneJob) -> TuneJob:
     task = job.objectives.task
     if isinstance(task, Gsm8kTask):
         task = task.model_copy(update={"path": absolute_path(task.path)})
+    if isinstance(task, PromptsTask):
+        kinds = {name: absolute_files(source) for name, source in task.kinds.items()}
+        task = task.model_copy(update={"kinds": kinds})
     objectives = job.objectives.model_copy(update={"task": task})
     update = {"output_dir": output_dir, "train": train, "objectives": objectives}
     return job.model_copy(update=update)

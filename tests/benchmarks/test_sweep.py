@@ -11,20 +11,24 @@ def result(seed: int, *trials: tuple[dict, float | None]) -> dict:
     stages = {"mars": {"minutes": 3.0}}
     return {
         "job": {"objectives": objectives, "train": {"seed": seed, "stages": stages}},
-        "trials": [{"values": values, "tokens_per_forward": speed} for values, speed in trials],
+        "trials": [
+            {"values": values, "tokens_per_forward": speed, "seconds": 180.0}
+            for values, speed in trials
+        ],
     }
 
 
 def test_the_first_sweep_chooses_and_the_others_say_whether_it_holds():
     """Guards a winner that each seed chooses anew."""
-    found = compared([result(0, (OTHER, 1.5), (PAPER, 1.4)), result(1, (PAPER, 1.6), (OTHER, 1.3))])
+    first = result(0, (OTHER, 1.5), (PAPER, 1.4))
+    found = compared(first, [first, result(1, (PAPER, 1.6), (OTHER, 1.3))])
     assert found["seeds"] == [
-        {"seed": 0, "winner": 1.5, "paper": 1.4},
-        {"seed": 1, "winner": 1.3, "paper": 1.6},
+        {"seed": 0, "winner": 1.5, "paper": 1.4, "seconds": [180.0, 180.0]},
+        {"seed": 1, "winner": 1.3, "paper": 1.6, "seconds": [180.0, 180.0]},
     ]
     assert (found["minutes"], found["problems"]) == (3.0, 2)
 
 
 def test_a_setting_that_was_not_measured_is_told():
     with pytest.raises(ValueError, match="max_survivors"):
-        compared([result(0, (OTHER, 1.5), (PAPER, None))])
+        compared(result(0, (OTHER, 1.5)), [result(0, (OTHER, 1.5), (PAPER, None))])

@@ -81,6 +81,8 @@ def test_unknown_keys_name_file_key_and_nearest():
     )
     message = refusal("stages.mars.objective.grids=zero")
     assert "'stages.mars.objective.grids'; did you mean 'grid'?" in message
+    message = refusal('data.train={type="files", paths=["a"], path="x"}')
+    assert "'data.train.path'; did you mean 'paths'?" in message
     assert "'outputdir'; did you mean 'output_dir'?" in refusal("outputdir=x")
     assert "known here: " in refusal("data.train.zzz=1")
 

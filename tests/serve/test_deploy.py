@@ -12,6 +12,7 @@ from mars_ray.autoscale.service_model import Level, ServiceModel
 from mars_ray.cluster.machine import check_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import BlockCachedMode, ConfidenceMode, ExactMode, VerifiedMode
+from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import ConfigError, ModelError
@@ -141,7 +142,9 @@ def test_settings_of_the_policy_are_refused_where_none_is_in_charge(settings):
 
 def test_rays_own_rule_may_decide(job):
     """Guards a service that asks for Ray's rule and is scaled by ours, or has settings of ours."""
-    scaling = {"target_ongoing_requests": 8, "min_replicas": 2, "scale_to_zero": True}
+    with pytest.raises(ValueError, match="is never exceeded: a replica admits"):
+        ServeJob(checkpoint="m", scaling=ScalingConfig(target_ongoing_requests=5000))
+    scaling = {"target_ongoing_requests": 4, "min_replicas": 2, "scale_to_zero": True}
     asked = job.model_dump() | {"replicas": "auto", "scaling": scaling}
     given = ServeJob.model_validate(asked)
     for each, is_rays in ((given, True), (ServeJob.model_validate(job.model_dump()), False)):
@@ -151,7 +154,7 @@ def test_rays_own_rule_may_decide(job):
         assert config.policy.is_default_policy_function() is is_rays
         assert Setting.of(each, 0.0).is_auto is not is_rays
         if is_rays:
-            assert config.target_ongoing_requests == 8
+            assert config.target_ongoing_requests == 4
             assert (config.min_replicas, config.initial_replicas) == (0, 2)
     with pytest.raises(ValidationError, match="Ray Serve decides"):
         ServeJob.model_validate(asked | {"scaling": scaling | {"cold_start_s": 5.0}})

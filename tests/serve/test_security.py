@@ -14,6 +14,8 @@ from serve.saying import Saying
 from starlette.routing import Mount
 
 from mars_ray.config.serve import ServeJob
+from mars_ray.errors import ConfigError
+from mars_ray.serve import deploy
 from mars_ray.serve.deploy import build_app
 from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.ingress.auth import ApiKeys
@@ -78,6 +80,14 @@ def test_strangers_are_kept_out_by_default(job, keys_file, caplog):
     assert not caplog.records
     build_app(wide)
     assert "asks nobody for a key" in caplog.text
+
+
+def test_an_update_does_not_let_strangers_in(job, keys_file, monkeypatch):
+    """Guards a job that leaves keys_file out: what an update does not name is not kept."""
+    before = job.model_copy(update={"keys_file": keys_file})
+    monkeypatch.setattr(deploy, "_running", lambda: (None, before, 0.0))
+    with pytest.raises(ConfigError, match="names no keys_file"):
+        deploy.update(job)
 
 
 @pytest.mark.ray

@@ -135,6 +135,9 @@ def test_what_a_policy_has_said_ends_with_it():
         await control.publish(SetPoint(1.0, 0.0), replace(full, at_s=8.0))
         assert len(await control.history()) == 1, "one of before, which comes late"
         assert await told(control) == (0.1, 0.5)
+        await control.publish(SetPoint(0.2, 0.5), replace(full, at_s=9.0 - 3600))
+        assert await told(control) == (0.2, 0.5), "the controller's clock went back"
+        await control.publish(SetPoint(0.1, 0.5), full)
         await control.adopt(Setting(1.0, 1.0, is_auto=True))
         assert await told(control) == (0.1, 0.5)
         await control.adopt(Setting(2.0, 1.0, is_auto=False))

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from mars_ray.config.train import TrainJob, evaluated_metrics
 from mars_ray.errors import CheckpointError, NonFiniteLossError, TrainingError
 from mars_ray.model.directory import read_card
 from mars_ray.model.load import load_tokenizer
+from mars_ray.train import loop
 from mars_ray.train.checkpoint import directory_of
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.ranks import Ranks
@@ -298,13 +301,26 @@ def test_a_stage_of_minutes_sets_its_length_by_its_first_steps(model, tmp_path):
     assert outcome.finished
     assert outcome.total_steps >= 10
     assert outcome.seconds < 60
-    (length,) = records(make_plan(job, model), "length")
-    assert (length["step"], length["total_steps"]) == (10, outcome.total_steps)
+    lengths = records(make_plan(job, model), "length")
+    assert [length["step"] for length in lengths] == [10 * 2**n for n in range(len(lengths))]
+    assert lengths[-1]["total_steps"] == outcome.total_steps
     last = records(make_plan(job, model))[-1]
     assert last["step"] == outcome.total_steps
     assert last["lr"] < 5e-3 / 2
     again = run_alone(make_plan(job, model), outcome.checkpoint)
     assert (again.step, again.total_steps) == (outcome.step, outcome.total_steps)
+
+
+def test_a_stage_that_is_resumed_early_keeps_its_minutes(model, tmp_path, monkeypatch):
+    """Guards four times the minutes after a stop amid the steps that are timed. The clock is looked
+    at a few times a step, and goes on by a second each time."""
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=count().__next__))
+    job = make_job(model, tmp_path, checkpoint={"every_steps": 9, "keep": 99}, log_every_steps=99)
+    plan = make_plan(changed(job, steps=None, minutes=2.0), model)
+    whole = run_alone(plan)
+    again = run_alone(plan, directory_of(plan.run_dir, 9))
+    assert 20 < whole.total_steps < 130
+    assert again.total_steps == pytest.approx(whole.total_steps, rel=0.25)
 
 
 def test_minutes_that_outlast_the_epochs_end_with_them(model, tmp_path):

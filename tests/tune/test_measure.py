@@ -96,6 +96,22 @@ def test_the_best_trial_is_fast_without_being_worse(tmp_path: Path):
         best(frontiers, OBJECTIVES, [])
 
 
+def test_without_references_a_model_that_repeats_itself_is_not_best(tmp_path: Path):
+    """Agreement of `exact` with itself is whole for every model, so the clean loss counts."""
+    ledger = ledger_of(tmp_path, a=("finished", 3.0, 2.0), b=("finished", 5.0, 9.0))
+
+    def by_agreement(*points: tuple[float | None, float, float]) -> Frontier:
+        made = frontier(*points)
+        return replace(made, points=tuple(replace(p, agreement=1.0) for p in made.points))
+
+    frontiers = {
+        START: by_agreement((None, 1.0, 1.0)),
+        "a": by_agreement((None, 1.0, 1.0), (0.5, 1.0, 1.1)),
+        "b": by_agreement((None, 1.0, 1.0), (0.5, 1.0, 4.0)),
+    }
+    assert best(frontiers, OBJECTIVES, survivors(ledger, OBJECTIVES)).trial == "a"
+
+
 def test_a_column_of_the_table_has_one_type(tmp_path: Path):
     """Guards a sweep that ends without its results: 0 beside 0.5, a number beside a table."""
     ledger = Ledger(tmp_path / "trials.jsonl")

@@ -112,6 +112,22 @@ def test_settings_that_contradict_each_other_are_refused(change: dict[str, Any],
 
 
 @pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ({"type": "confidence", "window": 16}, "asks for 16 masks, more than block size"),
+        ({"type": "verified", "branches": 8, "groups": 60}, "lower branches or groups"),
+    ],
+)
+def test_a_mode_that_no_trial_can_decode_in_is_refused_before_any_is_trained(
+    mode: dict[str, Any], message: str
+):
+    table = copy.deepcopy(make_table(NOWHERE, NOWHERE))
+    table["objectives"]["modes"] = [mode]
+    with pytest.raises(ConfigError, match=message):
+        check_space(parse_job(table, source="test"))
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"steps": None, "epochs": 1}, "steps"),

@@ -27,7 +27,7 @@ try:
     from numba.core import config
 except ModuleNotFoundError:
     raise ConfigError(
-        'the simulator needs numba, which is not installed: pip install "mars-ray[simulate]"'
+        "the simulator needs numba, which is not installed: pip install numba"
     ) from None
 
 # Type checkers do not know the true types of these.
