@@ -52,6 +52,7 @@ DryRun = Annotated[
 ServeTarget = Annotated[
     str, typer.Argument(metavar="CHECKPOINT|JOB.toml", help="Directory, hub name or URI; or a job.")
 ]
+_DEMO = Path("jobs/demo.toml")
 AnyJob = TypeVar("AnyJob", bound=Config)
 
 
@@ -364,11 +365,13 @@ def chat(url: _Url = _HERE, api_key: _ApiKey = None) -> None:
 
 @app.command()
 def demo(
-    job_file: JobFile = Path("jobs/demo.toml"),
+    job_file: JobFile = _DEMO,
     overrides: Overrides = None,
     dry_run: DryRun = False,
 ) -> None:
     """Adapt, measure, serve and ask, end to end; run again to resume."""
+    if _is_override(str(job_file)):
+        job_file, overrides = _DEMO, [str(job_file), *(overrides or ())]
     job = _job((DemoJob, TinyDemoJob), job_file, overrides, dry_run)
     from mars_ray.demo import run_demo, run_tiny_demo
 
@@ -461,7 +464,7 @@ def export(
 ) -> None:
     """Copy a checkpoint to a directory or an object store."""
     source, more = {"kind": "export", "checkpoint": checkpoint}, list(overrides or ())
-    if destination and re.match(r"[a-z_.]+=", destination):
+    if destination and _is_override(destination):
         more.insert(0, destination)
     elif destination:
         more.insert(0, f"destination={json.dumps(destination)}")
@@ -517,6 +520,10 @@ def doctor() -> None:
         {finding.name: finding.found for finding in found}
         | {"problems": [finding.advice for finding in found if finding.advice]}
     )
+
+
+def _is_override(word: str) -> bool:
+    return re.match(r"[\w.]+=", word) is not None
 
 
 def _job(

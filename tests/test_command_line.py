@@ -60,6 +60,7 @@ def test_a_model_may_stand_where_a_job_does(resolved):
     assert [stage["epochs"] for stage in job["stages"].values()] == [5, 1]
     job = resolved(["export", "m", "s3://bucket/m?a=b", "revision=c"])
     assert (job["checkpoint"], job["destination"]) == ("m", "s3://bucket/m?a=b")
+    assert resolved(["demo", "adapt.service.port=8001"])["adapt"]["service"]["port"] == 8001
     job = resolved(["export", "m", "destination=x", "revision=c"])
     assert (job["destination"], job["revision"]) == ("x", "c")
     assert resolved(["export", "jobs/export-demo.toml", "/some/where"])["destination"] == (
