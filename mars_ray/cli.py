@@ -350,7 +350,7 @@ def status(url: _Url = _HERE, api_key: _ApiKey = None) -> None:
 
     models = chat_client.status(url, api_key)
     _console().print(chat_client.status_table(models))
-    _print_result({"models": models})
+    _print_result({"models": models}, is_told=True)
 
 
 @app.command()
@@ -518,7 +518,8 @@ def doctor() -> None:
             print(f"{'':17}{finding.advice}", file=sys.stderr)
     _print_result(
         {finding.name: finding.found for finding in found}
-        | {"problems": [finding.advice for finding in found if finding.advice]}
+        | {"problems": [finding.advice for finding in found if finding.advice]},
+        is_told=True,
     )
 
 
@@ -611,5 +612,7 @@ def _use_haproxy() -> None:
         os.environ.setdefault(name, value)
 
 
-def _print_result(result: dict[str, Any]) -> None:
-    print(json.dumps(result), flush=True)
+def _print_result(result: dict[str, Any], *, is_told: bool = False) -> None:
+    """JSON on standard output, for programs: not on a terminal that has been told all of it."""
+    if not is_told or not sys.stdout.isatty():
+        print(json.dumps(result), flush=True)

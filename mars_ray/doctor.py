@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mars_ray.cluster.machine import LOOPBACK, check_port
+from mars_ray.cluster.machine import LOOPBACK, check_port, listens
 from mars_ray.decode.cpu.backend import check
 from mars_ray.decode.cpu.compiling import NoLibraryError
 from mars_ray.decode.cpu.library import default_threads, library
@@ -110,7 +110,14 @@ def _ports() -> list[Finding]:
 
 def _ray() -> list[Finding]:
     address = os.environ.get("RAY_ADDRESS")
-    found = [Finding("RAY_ADDRESS", address or "none: commands start a Ray of their own")]
+    gone = address is not None and not listens(address)
+    found = [
+        Finding(
+            "RAY_ADDRESS",
+            address or "none: commands start a Ray of their own",
+            f"nothing listens at {address}: unset RAY_ADDRESS" if gone else None,
+        )
+    ]
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if token.exists() and stat.S_IMODE(token.stat().st_mode) & 0o077:
         advice = f"others can read it: chmod 600 {token}"

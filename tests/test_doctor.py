@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from mars_ray import doctor
 from mars_ray.cli import app
+from mars_ray.cluster.machine import free_port
 from mars_ray.decode.cpu.compiling import NoLibraryError
 from mars_ray.decode.cpu.library import is_available
 
@@ -37,6 +38,7 @@ def test_what_is_wrong_is_said_with_what_to_do(monkeypatch, tmp_path):
     os.chmod(token, 0o644)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     monkeypatch.setattr(doctor, "free_on_node", lambda: 1e9)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
     monkeypatch.setattr(doctor, "_NEEDED", ("no-such-package",))
 
     def broken(instructions: str) -> None:
@@ -48,6 +50,7 @@ def test_what_is_wrong_is_said_with_what_to_do(monkeypatch, tmp_path):
     assert "install" in str(found["no-such-package"].advice)
     assert "torch" in str(found["compiled step"].advice)
     assert "may not fit" in str(found["memory"].advice)
+    assert "unset RAY_ADDRESS" in str(found["RAY_ADDRESS"].advice)
     assert f"chmod 600 {token}" in str(found["Ray's token"].advice)
 
 

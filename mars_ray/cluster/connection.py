@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mars_ray.cluster.machine import NODE_ENVIRONMENT, ask_for_token, end_haproxy
+from mars_ray.cluster.machine import NODE_ENVIRONMENT, ask_for_token, end_haproxy, listens
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.train import ClusterConfig
@@ -56,6 +56,13 @@ class Connection:
             ask_for_token()
             # It would warn that a cluster asks for a token, which is what was wanted.
             logging.getLogger(_RAYS_TOKENS).setLevel(logging.ERROR)
+        elif not listens(self._address):
+            # Ray would go on trying for minutes.
+            raise ConfigError(
+                f"no Ray cluster answers at {self._address!r} (RAY_ADDRESS): nothing listens "
+                "there; leave RAY_ADDRESS out for a Ray of this machine, or name the one that "
+                "`mars-ray serve` has printed"
+            )
         import ray
 
         try:

@@ -39,6 +39,7 @@ HAPROXY_ENVIRONMENT: Mapping[str, str] = {
 # own among them; Python's tells of crashes only. Read when Ray is imported.
 _HANDLERS = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1", "PYTHONFAULTHANDLER": "1"}
 LOOPBACK = "127.0.0.1"
+_LISTENS_S = 5.0
 # Below the ports that Linux and Ray assign by themselves, which the next process may get.
 _QUIET = range(20000, 30000)
 _HERE = ("127.0.0.1", "::1", "localhost")
@@ -101,6 +102,20 @@ def quiet_ports(count: int) -> list[int]:
         if len(found) == count:
             break
     return found
+
+
+def listens(address: str) -> bool:
+    """Whether a process listens at HOST:PORT, or at a URI with both; what has no port may be."""
+    try:
+        parts = urlsplit(address if "://" in address else f"//{address}")
+        if not parts.hostname or not parts.port:
+            return True
+        socket.create_connection((parts.hostname, parts.port), _LISTENS_S).close()
+    except ValueError:
+        return True  # not an address: Ray says so
+    except OSError:
+        return False
+    return True
 
 
 def check_port(

@@ -112,6 +112,7 @@ def models(url: str, api_key: str | None) -> list[str]:
 
 
 def _base(url: str) -> str:
+    url = url if "://" in url else f"http://{url}"
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -302,7 +303,7 @@ def _open(url: str, body: dict[str, Any] | None, api_key: str | None) -> Any:
         raise EngineError(f"{url}: {_message(error)}") from error
     except (OSError, ValueError) as error:
         raise EngineError(
-            f"{url} cannot be reached: {error}; does a service run there (`mars-ray serve`)?"
+            f"{url} cannot be reached: {error}; give the address that `mars-ray serve` has printed"
         ) from error
 
 

@@ -1,9 +1,12 @@
 """What a command makes of a job on a cluster of its own."""
 
+import socket
+
 import pytest
 import ray
 
-from mars_ray.cluster.connection import fitted
+from mars_ray.cluster.connection import Connection, fitted
+from mars_ray.cluster.machine import LOOPBACK, free_port, listens
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import ConfigError
 
@@ -66,3 +69,14 @@ def test_gpus_that_are_not_there_are_refused():
     """Guards a service that waits for ever to be scheduled."""
     with pytest.raises(ConfigError, match=r"gpus_per_replica=1 \(--gpus\), and this machine has 0"):
         on_two_cores(gpus_per_replica=1)
+
+
+def test_an_address_where_nothing_listens_is_told_at_once(monkeypatch):
+    """Guards minutes of Ray's own attempts: the address of a service that has ended is common."""
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS.*: nothing listens there"):
+        Connection().__enter__()
+    with socket.create_server((LOOPBACK, 0)) as server:
+        assert listens(f"127.0.0.1:{server.getsockname()[1]}")
+        assert listens(f"ray://127.0.0.1:{server.getsockname()[1]}")
+    assert listens("auto")
