@@ -300,6 +300,7 @@ def serve(
         address = f"{token}RAY_ADDRESS={ray.get_runtime_context().gcs_address}"
         print(f"serving on {url}, Ctrl-C stops; its cluster: {address}", file=sys.stderr)
         wait_until_stopped(job)
+        print("stopped", file=sys.stderr)
 
 
 @app.command()

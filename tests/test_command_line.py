@@ -76,7 +76,7 @@ def test_a_model_may_stand_where_a_job_does(resolved):
         (["train", "m"], "--data"),
         (["train", "jobs/demo-tiny.toml", "--data", "a.jsonl"], "data.train.paths="),
         (["export", "m"], "destination"),
-        (["serve", "m", "--tensor-parallel-size", "2"], "another type of 'engine' has it"),
+        (["serve", "m", "--tensor-parallel-size", "2"], r"engine\.type=vllm has it"),
     ):
         with pytest.raises(ConfigError, match=said):
             resolved(words)

@@ -148,9 +148,11 @@ def _nearest(known: list[tuple[str | int, tuple[type[BaseModel], ...]]], job: ty
     if close := difflib.get_close_matches(str(key), fields, n=1, cutoff=_SURE):
         return f"; did you mean {close[0]!r}?"
     if elsewhere := _places(job).get(VLLM_NAMES.get(str(key), str(key))):
-        section = elsewhere.rpartition(".")[0]
+        section, _, inner = elsewhere.rpartition(".")
         if [str(part) for part, _ in known] == elsewhere.split("."):
-            return f"; another type of {section!r} has it: see '{section}.type'"
+            members = filter(_is_section, _members(job.model_fields[section].annotation))
+            types = [s.model_fields["type"].default for s in members if inner in s.model_fields]
+            return f"; {section}.type={' or '.join(types)} has it"
         return f"; did you mean {elsewhere!r}?"
     close = difflib.get_close_matches(str(key), fields, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(fields)}"

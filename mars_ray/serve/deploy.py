@@ -350,6 +350,7 @@ def wait_until_stopped(job: ServeJob) -> None:
                 logger.warning("another command has stopped the service")
                 break
         else:
+            print("what was accepted is finished first", file=sys.stderr, flush=True)
             is_drained = drain(job.drain_s, at_once)
     finally:
         # What is left may hang, and then a signal must end it.
