@@ -262,7 +262,8 @@ def serve(
 ) -> None:
     """Serve a checkpoint behind an OpenAI-compatible API.
 
-    Options are short for keys of the job (--port 8001: port=8001).
+    Options are short for keys of the job (--port 8001: port=8001). How vLLM's are written here:
+    docs/how-to/migrate-from-vllm.md.
     """
     if haproxy:
         _use_haproxy()

@@ -375,6 +375,8 @@ def stop() -> list[str]:
     Raises ConfigError if there is none.
     """
     _, job, _ = _running()
+    said = f"stopping {', '.join(job.each())} at http://{job.host}:{job.port}"
+    print(said, file=sys.stderr, flush=True)
     is_drained = False
     try:
         is_drained = drain(job.drain_s, threading.Event())
