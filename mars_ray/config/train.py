@@ -258,7 +258,7 @@ class StageConfig(Config):
     minutes: float | None = Field(
         default=None,
         gt=0,
-        description="as many steps as fit, by the time of the first ten, but no more than `epochs`",
+        description="as many steps as fit, by the time of those done so far, at most `epochs`",
     )
     global_batch_size: int = Field(ge=1, description="rows per optimizer step, over all workers")
     micro_batch_size: int | None = Field(

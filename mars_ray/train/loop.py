@@ -30,8 +30,9 @@ from mars_ray.train.ranks import Ranks, Watchdog
 
 # Counts of a step by their place: what the clean and the noisy stream are divided by, and masks.
 _STREAMS, _MASKS = slice(0, 2), COUNTS.index("masks")
-# A stage whose length is given in minutes computes its number of steps from the time of this many.
-# The first step is not counted, because everything used for the first time makes it longer.
+# A stage whose length is given in minutes sets its number of steps when an attempt has done this
+# many, and whenever they have doubled. The attempt's first step is not counted, because everything
+# used for the first time makes it longer.
 _TIMED_STEPS = 10
 # Progress that evaluations pass to the mask schedule.
 _EVAL_PROGRESS = 1.0

@@ -1,7 +1,7 @@
 """A sweep's winner beside the paper's setting, by hand."""
 
 import pytest
-from sweep import PAPER, compared
+from sweep import PAPER, by_weight, compared
 
 OTHER = PAPER | {"objective.noisy_share": 0.5}
 
@@ -32,3 +32,11 @@ def test_the_first_sweep_chooses_and_the_others_say_whether_it_holds():
 def test_a_setting_that_was_not_measured_is_told():
     with pytest.raises(ValueError, match="max_survivors"):
         compared(result(0, (OTHER, 1.5)), [result(0, (OTHER, 1.5), (PAPER, None))])
+
+
+def test_weights_of_the_clean_loss_stand_beside_each_other():
+    """With the loss first, whatever was faster."""
+    kept = {"steps": 9, "clean_ce": 2.0, "tokens_per_forward_expected": 1.5, "threshold": None}
+    made = result(3, *(({"objective.ar_weight": weight}, 1.1) for weight in (0.0, 1.0)))
+    made["trials"] = [trial | kept for trial in made["trials"]]
+    assert [(row["seed"], row["weight"]) for row in by_weight([made])] == [(3, 1.0), (3, 0.0)]
