@@ -54,9 +54,9 @@ from mars_ray.provenance import provenance
 
 _PEERS = Path(__file__).parent / "decoders"
 # Variants of a peer by what comes before the hyphen, but for those with a script of their own.
-_VARIANTS = ("vllm-ngram", "transformers-lookup", "llamacpp-q8")
+_VARIANTS = ("vllm-ngram", "transformers-lookup", "llamacpp-q8", "llamacpp-lookup")
 # Peers with drafts.
-_DRAFTING = ("vllm-ngram", "vllm-mars", "transformers-lookup")
+_DRAFTING = ("vllm-ngram", "vllm-mars", "transformers-lookup", "llamacpp-lookup")
 # What peers with environments of their own import, and what makes these environments.
 _ENVIRONMENTS = {
     "vllm": ("vllm", "tools/vllm_cpu_env.sh"),

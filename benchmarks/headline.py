@@ -190,6 +190,12 @@ def _sampled_over_greedy(result: Result) -> float:
     return max(ratio for model in models for _, ratio in _sampled(model, 2)(result))
 
 
+def _read_share(result: Result) -> float:
+    """Bytes of weights that plain decoding reads in a second, over what both cores can read."""
+    (case,) = (c for c in result["cases"] if (c["label"], c["batch"]) == (_EXACT, 1))
+    return case["read_share"]
+
+
 _PLAIN, _FOUR = "one row", "4 rows, 2 of them masks"
 _NINE = "9 rows, 4 of them masks"
 _EXACT, _VERIFIED, _VLLM = "mars-ray exact", "mars-ray verified 1", "vllm"
@@ -212,6 +218,7 @@ HEADLINES = {
     "cpu.nine_rows_over_before": Headline("step_before_after", _step(_NINE)),
     "cpu.four_rows_over_plain": Headline("step_before_after", _step(_FOUR, _PLAIN)),
     "cpu.nine_rows_over_plain": Headline("step_before_after", _step(_NINE, _PLAIN)),
+    "cpu.share_of_bandwidth": Headline("smollm2_decode", _read_share),
     "smollm2.identical_share": Headline("smollm2_identity", _at("float32", "identical_share")),
     "smollm2.prompts": Headline("smollm2_identity", _at("float32", "prompts")),
     # Answers in batches of 16, 7 and 1, `exact` and `verified`, like those of `exact` in 16.
@@ -246,6 +253,10 @@ HEADLINES = {
     "smollm2.speed_over_exact_b16": Headline("smollm2_decode", _times(_VERIFIED, _EXACT, 16)),
     "smollm2.speed_vs_vllm_b16": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 16)),
     # On a processor with AMX, before masks were bought again.
+    "short.speed_over_exact_b1": Headline("smollm2_decode_short", _times(_VERIFIED, _EXACT, 1)),
+    "short.speed_over_exact_b16": Headline("smollm2_decode_short", _times(_VERIFIED, _EXACT, 16)),
+    "short.speed_vs_llamacpp_b1": Headline("smollm2_decode_short", _times(_VERIFIED, _LLAMA, 1)),
+    "short.speed_vs_vllm_b1": Headline("smollm2_decode_short", _times(_VERIFIED, _VLLM, 1)),
     "amx.speed_over_exact_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _EXACT, 1)),
     "amx.speed_vs_llamacpp_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _LLAMA, 1)),
     "amx.speed_vs_vllm_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _VLLM, 1)),

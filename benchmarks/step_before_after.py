@@ -25,9 +25,13 @@ from typing import Any
 import mars_ray
 from mars_ray.config.decode import EngineConfig
 from mars_ray.decode.loading import load_engine
-from mars_ray.decode.strategies import MaskGroup, Plan
 from mars_ray.decode.warm_up import StepTimer
 from mars_ray.provenance import provenance
+
+try:
+    from mars_ray.decode.strategies import MaskGroup, Plan
+except ImportError:  # an older checkout
+    from mars_ray.decode.strategies.base import MaskGroup, Plan  # pyright: ignore
 
 # Steps of one measurement, behind one that is not counted.
 STEPS = 5

@@ -18,6 +18,7 @@ Peer = Literal[
     "transformers-continuous",
     "llamacpp",
     "llamacpp-q8",
+    "llamacpp-lookup",
     "pace",
 ]
 # Peers that decode one sequence at a time.

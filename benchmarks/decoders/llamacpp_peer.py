@@ -3,7 +3,8 @@
 
 Its decoder is driven as its own batched benchmark does, a sequence id for each sequence, and tokens
 are chosen by numpy. The checkpoint becomes a GGUF file with the same weights, bit for bit; as
-`llamacpp-q8` its matrices are quantized to Q8_0, which makes it another model.
+`llamacpp-q8` its matrices are quantized to Q8_0, which makes it another model. As `llamacpp-lookup`
+it verifies the drafts of llama-cpp-python's prompt lookup, with that class's defaults.
 """
 
 import ctypes
@@ -12,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -115,6 +116,12 @@ def _log_errors(level: int, text: bytes, _: Any) -> None:
         print(text.decode(errors="replace"), end="", file=sys.stderr)
 
 
+def _accepted(tokens: list[int], drafts: list[int]) -> list[int]:
+    """Of the tokens behind a row and behind its drafts: those whose row was what came before."""
+    same = (token == draft for token, draft in zip(tokens, drafts, strict=False))
+    return tokens[: 1 + sum(takewhile(bool, same))]
+
+
 class _Decoder:
     """A model and its context, for the largest batch."""
 
@@ -139,6 +146,10 @@ class _Decoder:
         self._vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
         self._batch = llama.llama_batch_init(_STEP_TOKENS, 0, 1)
         self._random = np.random.default_rng(0)
+        self._lookup = None
+        if settings["peer"] == "llamacpp-lookup":
+            own = importlib.import_module("llama_cpp.llama_speculative")
+            self._lookup = own.LlamaPromptLookupDecoding()
 
     def answer(self, task: dict[str, Any]) -> dict[str, Any]:
         """Decode the task's prompts, a number of them at a time."""
@@ -151,9 +162,17 @@ class _Decoder:
         waiting, free = iter(range(len(prompts))), list(range(task["places"]))
         running: dict[int, int] = {}  # prompts by their places
         while True:
-            rows = [
-                (place, len(prompts[index]) + len(answers[index]) - 1, answers[index][-1])
+            drafts = {
+                place: self._drafts(prompts[index] + answers[index])
                 for place, index in running.items()
+            }
+            rows = [
+                (place, at, token)
+                for place, index in running.items()
+                for at, token in enumerate(
+                    [answers[index][-1], *drafts[place]],
+                    len(prompts[index]) + len(answers[index]) - 1,
+                )
             ]
             for index in islice(waiting, len(free)):
                 place = free.pop()
@@ -162,21 +181,28 @@ class _Decoder:
             if not rows:
                 break
             lengths = {place: len(prompts[index]) for place, index in running.items()}
-            for place, token in self._forward(rows, lengths, task["temperature"]):
-                answer = answers[running[place]]
-                answer.append(token)
-                if token in stops or len(answer) == limit:
-                    llama.llama_memory_seq_rm(memory, place, -1, -1)
-                    free.append(place)
-                    del running[place]
+            for place, tokens in self._forward(rows, lengths, task["temperature"]).items():
+                answer, length = answers[running[place]], lengths[place]
+                for token in _accepted(tokens, drafts.get(place, [])):
+                    answer.append(token)
+                    if token in stops or len(answer) == limit:
+                        llama.llama_memory_seq_rm(memory, place, -1, -1)
+                        free.append(place)
+                        del running[place]
+                        break
+                else:  # what it keeps of drafts that were rejected
+                    llama.llama_memory_seq_rm(memory, place, length + len(answer) - 1, -1)
         return {"seconds": time.perf_counter() - started, "tokens": answers}
+
+    def _drafts(self, ids: list[int]) -> list[int]:
+        return self._lookup(np.array(ids, np.intc)).tolist() if self._lookup else []
 
     def _forward(
         self, rows: list[tuple[int, int, int]], lengths: dict[int, int], temperature: float
-    ) -> list[tuple[int, int]]:
-        """Forward rows of (sequence, position, token); the next token behind each prompt's last row
-        and all later ones. `lengths` are those of the sequences' prompts."""
-        found = []
+    ) -> dict[int, list[int]]:
+        """Forward rows of (sequence, position, token); by sequence, the next token behind its
+        prompt's last row and all later ones. `lengths` are those of the sequences' prompts."""
+        found: dict[int, list[int]] = {}
         for first in range(0, len(rows), _STEP_TOKENS):
             part, batch = rows[first : first + _STEP_TOKENS], self._batch
             batch.n_tokens = len(part)
@@ -186,11 +212,9 @@ class _Decoder:
                 batch.n_seq_id[row], batch.seq_id[row][0] = 1, index
             if self._llama.llama_decode(self._context, batch):
                 raise RuntimeError("llama_decode failed; what it said is above")
-            found += [
-                (part[row][0], self._choose(row, temperature))
-                for row in range(len(part))
-                if wanted[row]
-            ]
+            for row, (index, *_) in enumerate(part):
+                if wanted[row]:
+                    found.setdefault(index, []).append(self._choose(row, temperature))
         return found
 
     def _choose(self, row: int, temperature: float) -> int:

@@ -693,6 +693,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "simulate_measured": comparison,
     "smollm2_decode": decode,
     "smollm2_decode_amx": decode,
+    "smollm2_decode_short": decode,
     "smollm2_identity": identity_summary,
     "smollm2_identity_gpu": lambda result: in_bfloat16(result["bfloat16"]),
     "step_before_after": step_before_after,
