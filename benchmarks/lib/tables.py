@@ -541,6 +541,23 @@ def story(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def adapt_minutes(result: dict[str, Any]) -> list[str]:
+    """What budgets of `mars-ray adapt` gave."""
+    lines = [
+        "| minutes | answers told | answers | mask tokens | T/F, all masks | speed over `exact`, "
+        "one at a time |",
+        "|---|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        ratios = sorted(b / a for a, b in zip(run["exact"], run["drafts"], strict=True))
+        lines.append(
+            f"| {run['minutes']:g} | {run['answers_told']:,} | {run['answers']:,} | "
+            f"{run['mask_tokens']:,} | {run['tokens_per_forward']:.2f} | "
+            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
+        )
+    return [*lines, "", f"{result['how']}; {machine(result['provenance'])}."]
+
+
 def sweep(result: dict[str, Any]) -> list[str]:
     """A sweep's trials, best first, then its winner and the paper's setting by seed."""
     lines = [
@@ -691,6 +708,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "serve_load_0_5b": serve_load,
     "simulate": comparison,
     "simulate_measured": comparison,
+    "adapt_minutes": adapt_minutes,
     "smollm2_decode": decode,
     "smollm2_decode_amx": decode,
     "smollm2_decode_short": decode,
