@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,9 @@ from mars_ray.decode.loading import load_engine
 from mars_ray.decode.warm_up import StepTimer
 from mars_ray.provenance import provenance
 
-try:
-    from mars_ray.decode.strategies import MaskGroup, Plan
-except ImportError:  # an older checkout
-    from mars_ray.decode.strategies.base import MaskGroup, Plan  # pyright: ignore
+strategies = import_module("mars_ray.decode.strategies")
+if not hasattr(strategies, "Plan"):  # an older checkout
+    strategies = import_module("mars_ray.decode.strategies.base")
 
 # Steps of one measurement, behind one that is not counted.
 STEPS = 5
@@ -178,8 +178,8 @@ def serve(settings: dict[str, Any]) -> None:
 
 def step_seconds(timer: StepTimer, shape: Shape) -> float:
     """Seconds of one step. A prompt's last token is read, as one row is."""
-    groups = (MaskGroup(shape.drafts, shape.masks),) if shape.masks else ()
-    plan = Plan([0] * shape.drafts, groups, ("ratio",) if shape.drafts else ())
+    groups = (strategies.MaskGroup(shape.drafts, shape.masks),) if shape.masks else ()
+    plan = strategies.Plan([0] * shape.drafts, groups, ("ratio",) if shape.drafts else ())
     return timer.seconds(timer._work([(shape.context, shape.pending, plan)] * shape.sequences))
 
 
