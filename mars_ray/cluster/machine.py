@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from mars_ray.errors import ConfigError, MarsError
 
-# Serve's proxies read the last two when they start. One names their middleware
+# Serve reads the last three when its processes start. One names their middleware
 # (serve/ingress/proxy.py). The other sends messages to a replica over gRPC and not as Ray objects,
 # which takes less CPU for each (docs/log.md). With a token, both ways require it.
 NODE_ENVIRONMENT: Mapping[str, str] = {
@@ -25,6 +25,8 @@ NODE_ENVIRONMENT: Mapping[str, str] = {
     "RAY_JOB_STOP_WAIT_TIME_S": "1800",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mars_ray.serve.ingress.proxy.middlewares",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    # A whole reply of a replica may be so large; 4 MiB otherwise, less than many log-probabilities.
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": "1073741824",
 }
 
 # Further variables, if HAProxy is in front of the service instead of Serve's own proxy.

@@ -102,6 +102,8 @@ def _json_array(path: Path) -> Iterator[Row]:
                 position = _behind_space(text, position + 1)
             elif text[position : position + 1] != "]":
                 raise json.JSONDecodeError("expected , or ]", text, position)
+        if (position := _behind_space(text, position + 1)) < len(text):
+            raise json.JSONDecodeError("something follows the list", text, position)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not a JSON list of rows: {error}") from error
 

@@ -211,7 +211,8 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self.publish(sequence)
-        self._pool.release(sequence.pages)
+        # Its first pages are taken last: those behind them are worth nothing without them.
+        self._pool.release(reversed(sequence.pages))
         sequence.pages, sequence.published, sequence.cached = [], 0, 0
 
     def _contents(self, sequence: Sequence, count: int) -> list[bytes]:

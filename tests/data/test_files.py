@@ -58,6 +58,7 @@ def test_empty_json_list(tmp_path):
         (b'[{"a": 1} {"a": 2}]', "line 1 column 11"),
         (b'[{"a": 1},\n', "line 2 column 1"),
         (b'[{"a": 1}\n', "line 2 column 1"),
+        (b'[{"a": 1}]\n[{"a": 2}]\n', "line 2 column 1"),
         (b'[\n{"a": 1},\n{"a": }]', "line 3"),
         (b'["\xff"]', "utf-8"),
         (b"", "not a list"),

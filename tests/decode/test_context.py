@@ -152,3 +152,14 @@ def test_room_for_known_prompts_is_no_more_than_they_need(checkpoint: Path):
     assert own == model_context(load_engine(checkpoint, CPU)[0].model.config)
     named = CPU.model_copy(update={"max_context": 64})
     assert with_room(named, checkpoint, 100) == named
+
+
+def test_a_share_of_memory_is_looked_at_once(monkeypatch):
+    """There is less of it once the model's buffers are made. Guards a start that failed by that."""
+    torch.manual_seed(0)
+    model = trained_model(0, max_position_embeddings=1 << 20)
+    free = iter([1e6, 0.9e6, 0.8e6])
+    monkeypatch.setattr(kv_cache, "free_on_node", lambda: next(free))
+    engine = Engine(model, CARD, CPU.model_copy(update={"cache_memory_share": 0.5}))
+    assert engine.pool.count * page_bytes(model.config, 16, torch.float32) <= 0.5e6
+    assert engine.pool.count * 16 >= engine.config.context

@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from decode.cases import PAGE_BYTES, SCARCE, untrained
+from decode.models import CARD, pattern, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mars_ray.config.modes import ExactMode
+from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.kv_cache import PagePool, content_hashes, page_bytes
+from mars_ray.decode.request import Request
 from mars_ray.model.create import preset_config
 
 
@@ -111,3 +116,24 @@ def test_any_use_keeps_the_pool_whole(data):
                     pool.release(tables.pop(data.draw(st.integers(0, len(tables) - 1))))
         pool.check(tables)
         assert pool.in_use == len({page for table in tables for page in table})
+
+
+def test_a_prefix_is_forgotten_from_its_end():
+    """A page is worth nothing without those before it. Guards a conversation of which a few other
+    prompts took the first page, and left the rest."""
+    config = SCARCE.model_copy(update={"max_batch": 1, "cache_bytes": 20 * PAGE_BYTES})
+    engine = Engine(untrained("qwen2"), CARD, config)
+
+    def asked(name: str, prompt: list[int]) -> Request:
+        return request(name, prompt, ExactMode(), max_new_tokens=1, stop=-1)
+
+    chat = pattern(0, 1, 36)
+    generate_all(engine, [asked("chat", chat)])
+    generate_all(engine, [asked(str(own), [own, 9, own] * 4) for own in range(4)])
+    engine.submit(asked("again", chat))
+    events = []
+    while not events:
+        events = engine.step()
+    (event,) = events
+    # The prompts took twelve pages, one more than the chat had left.
+    assert event.cached_tokens >= 24

@@ -132,6 +132,16 @@ def test_a_key_bounds_how_urgent_its_requests_may_be(client, backend):
         assert refused.json()["error"]["param"] == "priority"
 
 
+@pytest.mark.parametrize("tokens", [6, 1024, 10**6])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_key_refuses_what_is_beyond_it(client, name, tokens):
+    """Also what the service itself would cut."""
+    assert ask(client, SECRET, **{name: 5}).status_code == 200
+    refused = ask(client, SECRET, **{name: tokens})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == name
+
+
 def test_both_forms_of_a_key_are_good(client):
     """As its hash, and as it is."""
     for secret in (SECRET, OTHER):
@@ -354,3 +364,13 @@ def test_keys_are_not_in_logs(client, caplog):
     assert "someone" in caplog.text
     assert OTHER not in caplog.text
     assert json.dumps("hi") not in caplog.text
+
+
+def test_who_names_no_priority_has_that_of_the_key(tmp_path, backend):
+    """Guards a key for what may wait, by which every plain request was refused."""
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[[keys]]\nname = "batch"\nkey = "{SECRET}"\npriority = 10\n')
+    client = TestClient(build_api(ServeJob(checkpoint="m", keys_file=str(path)), {"m": backend}))
+    assert ask(client, SECRET).status_code == 200
+    assert backend.calls[-1].priority == 10
+    assert ask(client, SECRET, priority=0).status_code == 400

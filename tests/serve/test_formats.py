@@ -413,3 +413,12 @@ def test_an_answer_comes_back_with_all_its_fields(client):
     assert said["audio"] is None
     messages = [{"role": "user", "content": "x"}, said, {"role": "user", "content": "y"}]
     ask(client, messages=messages, max_tokens=4).raise_for_status()
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_an_option_of_the_grammar_is_true_or_false(client, value):
+    """Guards a 500 by the grammar's own reader."""
+    schema = SCHEMA | {"x-guidance": {"whitespace_flexible": value}}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    reply = ask(client, response_format=form)
+    assert error_of(reply, 400)["param"] == "response_format.json_schema.schema.x-guidance"

@@ -293,3 +293,12 @@ def test_the_smaller_priority_goes_first(job):
     asyncio.run(all_of_them())
     server.stop()
     assert [name for name in over if name != "first"] == ["urgent", "usual", "late"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"echo": True, "logprobs": 1}])
+def test_a_deadline_before_the_first_token_is_a_408(client, fields):
+    """Guards a 500 where the prompt's log-probabilities were not there yet."""
+    body = {"model": "tiny", "prompt": "one two three", "max_tokens": 5, "timeout_s": 1e-6}
+    reply = client.post("/v1/completions", json=body | fields)
+    assert reply.status_code == 408
+    assert reply.json()["error"]["code"] == "deadline_exceeded"

@@ -12,9 +12,18 @@ from serve.asking import ask as ask_chat
 from serve.test_client_reasoning import PAINT
 from serve.test_client_tools import Paint
 
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode
+from mars_ray.config.serve import ServeJob
+from mars_ray.decode.request import Completion, Request, TokenEvent
 from mars_ray.serve.openai.request_models import ApiError
 from mars_ray.serve.openai.response_models import ResponseReply
-from mars_ray.serve.openai.responses import parse_responses, to_chat
+from mars_ray.serve.openai.responses import ResponseWriter, parse_responses, to_chat
+from mars_ray.serve.openai.sse import ReplyWriter
+from mars_ray.serve.protocol import GenerationRequest, ReplyForm, TokenText, Tools
+from mars_ray.serve.replica.output_processor import OutputProcessor
+from mars_ray.serve.replica.parsers import HERMES, ToolCallReader
+from mars_ray.serve.replica.stats import ReplicaCounters
 
 ASKED = {"model": "tiny", "input": ASK, "max_output_tokens": 24, "temperature": 0}
 TOOL = {"type": "function", "name": "paint", "parameters": PAINT, "strict": True}
@@ -311,3 +320,58 @@ def test_an_answer_of_open_length_says_where_it_is_cut(client):
     )
     assert limited.headers["x-new-tokens-limit"] == "100"
     assert "x-new-tokens-limit" not in ask(client).headers
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+SAID = f"Well. {CALL}\nDone, now wait."
+
+
+@pytest.mark.parametrize("route", ["chat", "response"])
+def test_text_and_calls_of_one_addition_keep_their_order(route):
+    """Steps have several tokens, and are joined. Guards text that closed a call before its last
+    arguments, and text behind a call that was told before it."""
+    counters = ReplicaCounters(ServeJob(checkpoint="x"))
+    for place in range(len(SAID)):
+        texts, arguments = said_in_two(place, route, counters)
+        assert [text.strip() for text in texts] == ["Well.", "Done, now wait."]
+        assert json.loads(arguments) == {"a": 1}
+
+
+def said_in_two(place: int, route: str, counters: ReplicaCounters) -> tuple[list[str], str]:
+    """The text before and behind the call, and its arguments, as a stream tells them."""
+    reply = ReplyForm(is_streamed=True, route=route, response={"created_at": 0}, has_usage=True)
+    asked = GenerationRequest(
+        "resp_1", ("x",), ExactMode(), Sampling(), None, 99, tools=Tools(({},)), reply=reply
+    )
+    request = Request("a-0", (1,), ExactMode(), Sampling(), 99, frozenset())
+    writer = ResponseWriter(asked) if route == "response" else ReplyWriter(asked)
+    answer = OutputProcessor(
+        asked,
+        request,
+        0,
+        lambda tokens: bytes(tokens).decode(),
+        lambda _token, logprob: TokenText("", (), logprob),
+        writer,
+        counters,
+        ToolCallReader("1", HERMES, {"add"}),
+    )
+    tokens = tuple(SAID.encode())
+    done = Completion("a-0", tokens, (1,) * len(tokens), 2, "stop")
+    events = answer.process([TokenEvent("a-0", tokens[:place], 1)])
+    events += answer.process([TokenEvent("a-0", tokens[place:], 2, done)]) + writer.end()
+    datas = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+    if route == "chat":
+        deltas = [choice["delta"] for data in datas for choice in data["choices"]]
+        parts = [(delta.get("content") or "", bool(delta.get("tool_calls"))) for delta in deltas]
+        first = next(number for number, (_, is_call) in enumerate(parts) if is_call)
+        texts = ["".join(text for text, _ in part) for part in (parts[:first], parts[first:])]
+        calls = [own for delta in deltas for own in delta.get("tool_calls") or ()]
+        arguments = "".join(own["function"].get("arguments") or "" for own in calls)
+        assert sum(data["usage"]["completion_tokens"] for data in datas if data.get("usage"))
+    else:
+        assert datas[-1]["type"] == "response.completed"
+        output = datas[-1]["response"]["output"]
+        assert [item["type"] for item in output] == ["message", "function_call", "message"]
+        texts = [output[number]["content"][0]["text"] for number in (0, 2)]
+        arguments = output[1]["arguments"]
+    return texts, arguments

@@ -265,3 +265,19 @@ def test_a_second_service_on_the_cluster_is_refused(client, job):
     """Serve would ignore the second one's port without an error."""
     with pytest.raises(ConfigError, match="already runs"):
         start(job.model_copy(update={"port": free_port()}))
+
+
+def test_a_reply_may_be_large(client):
+    """Log-probabilities make a reply a thousand times as long as its text. Guards gRPC's limit of
+    4 MiB, by which it was a 500 after all the work."""
+    reply = client.chat.completions.create(
+        model="mars",
+        messages=CHAT,
+        n=3,
+        max_tokens=NEW_TOKENS,
+        logprobs=True,
+        top_logprobs=20,
+        extra_body={"ignore_eos": True},
+    )
+    assert [len(choice.logprobs.content) for choice in reply.choices] == [NEW_TOKENS] * 3
+    assert len(reply.to_json()) > 4 * 2**20

@@ -15,7 +15,7 @@ from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.request import Request
 from mars_ray.serve.openai.sse import ReplyWriter
-from mars_ray.serve.protocol import GenerationRequest, TokenText
+from mars_ray.serve.protocol import GenerationRequest, ReplyForm, TokenText
 from mars_ray.serve.replica.output_processor import (
     REPLACEMENT,
     Detokenizer,
@@ -106,6 +106,34 @@ def test_a_leading_space_that_depends_on_the_place_is_kept():
 
     detokenizer = Detokenizer(decode)
     assert [detokenizer.push(token) for token in (1, 2, 1)] == ["one", " two", " one"]
+    # Behind a prompt, which a completion goes on with, no word is the first.
+    assert Detokenizer(decode, [2, 1]).push(2) == " two"
+    assert Detokenizer(decode, [2] * 99).push_all([1, 2]) == " one two"
+
+
+def test_the_prompt_is_no_part_of_a_completion():
+    """Also where it ends within a character, which the answer completes."""
+    assert Detokenizer(decode_bytes, "ok é".encode()).push(*b"a") == "a"
+    emoji = "😀".encode()
+    detokenizer = Detokenizer(decode_bytes, b"ok" + emoji[:2])
+    assert "ok" not in detokenizer.push_all(emoji[2:] + b"ab") + detokenizer.flush()
+
+
+@pytest.mark.parametrize(("route", "text"), [("completion", " two"), ("chat", "two")])
+def test_a_completion_goes_on_behind_its_prompt(route, text):
+    """As other engines have it: the text of prompt and answer is the two put together."""
+    words = {1: " one", 2: " two"}
+
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(words[token] for token in tokens).removeprefix(" ")
+
+    asked = GenerationRequest(
+        "a", ("x",), ExactMode(), Sampling(), 9, 9, reply=ReplyForm(route=route)
+    )
+    request = Request("a-0", (1, 1), ExactMode(), Sampling(), 9, frozenset())
+    counters = ReplicaCounters(ServeJob(checkpoint="x"))
+    answer = OutputProcessor(asked, request, 0, decode, nothing, ReplyWriter(asked), counters)
+    assert answer._detokenizer.push(2) == text
 
 
 @given(

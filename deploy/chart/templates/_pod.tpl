@@ -7,6 +7,7 @@ capabilities: { drop: [ALL] }
 - { name: RAY_USAGE_STATS_ENABLED, value: "0" }
 - { name: RAY_JOB_STOP_WAIT_TIME_S, value: "1800" }
 - { name: RAY_SERVE_USE_GRPC_BY_DEFAULT, value: "1" }
+- { name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "1073741824" }
 - name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
   value: mars_ray.serve.ingress.proxy.middlewares
 {{- /* For so long Ray lets a pod that is told to stop drain; 30 s otherwise. Longer answers are cut. */}}

@@ -268,8 +268,7 @@ class _Routes:
         handle, job = self._handles[model], self._jobs[model]
         request = to_request(body, log.id, secrets.randbits(63), job, int(time.time()))
         if key:
-            param = "max_tokens" if body.max_tokens else "max_completion_tokens"
-            request = within(request, key, param)
+            request = within(request, key, body)
         if response:
             form = replace(request.reply, route="response", response=begun(response, request))
             request = replace(request, reply=form)
@@ -355,18 +354,26 @@ async def _settle(log: RequestLog, handle: ReplicaClient, request_id: str) -> No
         raise cancelled
 
 
-def within(request: GenerationRequest, key: ApiKey, param: str) -> GenerationRequest:
-    """The request, limited to the tokens that its key allows.
+def within(
+    request: GenerationRequest, key: ApiKey, body: ChatBody | CompletionBody
+) -> GenerationRequest:
+    """The request, limited to the tokens that its key allows, and with the key's priority if the
+    body names none.
 
-    Raises ApiError if it asks for more, naming `param`, for more answers than the key may have, or
-    for a more urgent priority.
+    Raises ApiError if it asks for more tokens, for more answers than the key may have, or for a
+    more urgent priority.
     """
     wrong = None
+    param, tokens = "max_tokens", body.max_tokens
+    if isinstance(body, ChatBody) and not tokens:
+        param, tokens = "max_completion_tokens", body.max_completion_tokens
+    if body.priority is None:
+        request = replace(request, priority=max(request.priority, key.priority))
     if key.answers is not None and request.choices > key.answers:
         wrong = request.choices_param, f"{key.answers} answers at a time, not {request.choices}"
     elif request.priority < key.priority:
         wrong = "priority", f"no more urgent priority than {key.priority}"
-    elif key.new_tokens is not None and (request.max_new_tokens or 0) > key.new_tokens:
+    elif key.new_tokens is not None and (tokens or 0) > key.new_tokens:
         wrong = param, f"at most {key.new_tokens} tokens per answer"
     if wrong:
         message = f"key {key.name!r} allows {wrong[1]}"

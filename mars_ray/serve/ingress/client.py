@@ -39,7 +39,7 @@ _STATUS_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
 # What a request has used is known at its engine's next step; an engine whose steps take longer than
 # this counts as stuck.
-_USED_TIMEOUT_S = 60.0
+_USED_TIMEOUT_S = 15.0
 # One more than the number of replicas that one fault is likely to end.
 _TRIES = 3
 _PAUSE_S = 0.2

@@ -6,8 +6,9 @@ The request is answered as the chat that it is, so all that holds for chats hold
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
@@ -42,6 +43,7 @@ from mars_ray.serve.protocol import (
     OutputDelta,
     TokenText,
     ToolCall,
+    ToolCallDelta,
 )
 
 _FIRST = Field(fail_fast=True)
@@ -515,6 +517,9 @@ class ResponseWriter:
             yield self._event("response.in_progress", {"response": self._begun})
         if self._request.logprobs is not None:
             self._logprobs += delta.logprobs
+        # The rest of a call that is being written comes before what follows it.
+        rest = list(takewhile(lambda call: call.id is None, delta.calls))
+        yield from self._written(rest)
         if delta.reasoning:
             yield from self._open("reasoning")
             self._answer.reasoning += delta.reasoning
@@ -528,7 +533,16 @@ class ResponseWriter:
             said = [chosen_logprob(token) for token in tokens]
             data = {"delta": delta.text, "content_index": 0, "logprobs": said}
             yield self._place("response.output_text.delta", data)
-        for more in delta.calls:
+        yield from self._written(delta.calls[len(rest) :])
+        if delta.finish:
+            if not (self._output or self._kind):
+                yield from self._open("message")
+            yield from self._close(_status(delta.finish))
+            done = self._done(self._output, delta.finish)
+            yield self._event(f"response.{done['status']}", {"response": done})
+
+    def _written(self, calls: Iterable[ToolCallDelta]) -> Iterator[str]:
+        for more in calls:
             if more.id is not None and more.name is not None:
                 yield from self._close("completed")
                 self._answer.calls = [ToolCall(more.id, more.name, "")]
@@ -539,12 +553,6 @@ class ResponseWriter:
                 self._answer.calls = [ToolCall(call.id, call.name, arguments)]
                 name = "response.function_call_arguments.delta"
                 yield self._place(name, {"delta": more.arguments})
-        if delta.finish:
-            if not (self._output or self._kind):
-                yield from self._open("message")
-            yield from self._close(_status(delta.finish))
-            done = self._done(self._output, delta.finish)
-            yield self._event(f"response.{done['status']}", {"response": done})
 
     def _open(self, kind: str) -> Iterator[str]:
         """Begins an item of this kind, unless it is being written already."""

@@ -33,6 +33,8 @@ REPLACEMENT = "\ufffd"
 # A character has at most four bytes, and a token at least one. This many tokens without a whole
 # character are garbage, and each further token would decode a longer tail again.
 _MAX_HELD_TOKENS = 64
+# Tokens of a prompt that tell how the first one behind it is decoded.
+_BEFORE = 8
 Decode = Callable[[Sequence[int]], str]
 Writer = ReplyWriter | ResponseWriter
 
@@ -81,11 +83,14 @@ class Detokenizer:
     with the tokens of the previous piece.
     """
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
+        """The text goes on behind the tokens `before`, if there are some."""
         self._decode = decode
-        self._tokens: list[int] = []
+        self._tokens = list(before[-_BEFORE:])
+        if decode(self._tokens).endswith(REPLACEMENT):
+            self._tokens = []
         self._context = 0
-        self._read = 0
+        self._read = len(self._tokens)
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
@@ -184,7 +189,8 @@ class OutputProcessor:
         self._writer = writer
         self._counters = counters
         self._calls, self._reasoning = calls, reasoning
-        self._detokenizer = Detokenizer(decode)
+        is_text = request.reply.route == "completion"
+        self._detokenizer = Detokenizer(decode, engine_request.prompt if is_text else ())
         self._stop = StopFilter(request.stop, shows_stop=request.shows_stop)
         self._least = engine_request.sampling.min_new_tokens  # tokens before a stop string counts
         self._hidden = frozenset[int]() if request.shows_stop else engine_request.stop_ids
@@ -238,7 +244,7 @@ class OutputProcessor:
                 rest, is_stopped = self._stop.push(self._detokenizer.flush())
                 text += rest if is_stopped else rest + self._stop.flush()
                 reason = "stop" if is_stopped else event.completion.finish_reason
-            if self._request.logprobs is not None:
+            if self._request.logprobs is not None and reason != "deadline":
                 logprobs += self._logprobs(event, count)
             if self._reasoning:
                 self._reasoning.count(tuple(shown[:count]))
@@ -249,28 +255,31 @@ class OutputProcessor:
             limit_s = self._request.timeout_s
             raise DeadlineError(f"the answer was not finished within {limit_s:g} s")
         self._counters.step(self._request, self.stats, event, count_tokens(units[:used]))
-        thoughts, calls = "", tuple[ToolCallDelta, ...]()
+        thoughts, behind, calls = "", "", tuple[ToolCallDelta, ...]()
         if self._reasoning or self._calls:
-            thoughts, text, calls = self._parsed(text, is_last=reason is not None)
+            thoughts, text, calls, behind = self._parsed(text, is_last=reason is not None)
         if reason:
             self.finish = self._finish(reason, event)
             self.end(self.finish.reason)
         elif failure:
             self.end(ending)
         echo, self._echo = self._echo, ""
-        return self._writer.write(
-            OutputDelta(
-                echo + text,
-                self.finish,
-                self._choice,
-                event.forward,
-                tokens,
-                logprobs,
-                calls,
-                len(self._engine_request.prompt),
-                thoughts if self._request.shows_reasoning else "",
-            )
+        delta = OutputDelta(
+            echo + text,
+            None if behind else self.finish,
+            self._choice,
+            event.forward,
+            tokens,
+            logprobs,
+            calls,
+            len(self._engine_request.prompt),
+            thoughts if self._request.shows_reasoning else "",
         )
+        written = self._writer.write(delta)
+        if behind:
+            rest = replace(delta, tokens=0, logprobs=(), calls=(), reasoning="")
+            written += self._writer.write(replace(rest, text=behind, finish=self.finish))
+        return written
 
     def end(self, ending: Ending) -> None:
         """Reports, once, to the counters of answers that this one is over."""
@@ -289,9 +298,11 @@ class OutputProcessor:
                 return text, used, True
         return text, len(tokens), False
 
-    def _parsed(self, text: str, *, is_last: bool) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
-        """The additions to thoughts, answer and calls."""
-        thoughts, calls = "", tuple[ToolCallDelta, ...]()
+    def _parsed(
+        self, text: str, *, is_last: bool
+    ) -> tuple[str, str, tuple[ToolCallDelta, ...], str]:
+        """The additions to thoughts, answer and calls, and to the answer behind these calls."""
+        thoughts, behind, calls = "", "", tuple[ToolCallDelta, ...]()
         if self._reasoning:
             thoughts, text = self._reasoning.push(text)
             if is_last:
@@ -299,8 +310,11 @@ class OutputProcessor:
                 thoughts, text = thoughts + more, text + rest
         if self._calls:
             text, calls = self._calls.push(text)
-            text += self._calls.flush() if is_last else ""
-        return thoughts, text, calls
+            end = len(text) - self._calls.behind
+            text, behind = text[:end], text[end:]
+            rest = self._calls.flush() if is_last else ""
+            text, behind = (text, behind + rest) if calls else (text + rest, "")
+        return thoughts, text, calls, behind
 
     def _count(self, event: TokenEvent, tokens: int) -> None:
         """Counts the tokens and forwards of the answer, under the adapter that was in force."""

@@ -264,6 +264,7 @@ class ToolCallReader:
         self._value: _Value | None = None  # value of the call that is being read
         self._is_in_list = False  # behind a comma
         self.count = 0
+        self.behind = 0  # characters of the last addition's text that stand behind its calls
 
     @property
     def is_cut(self) -> bool:
@@ -273,12 +274,13 @@ class ToolCallReader:
     def push(self, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """The text that is safe to pass on, and the additions to calls."""
         self._held += text
-        said, calls = "", []
+        said, calls, self.behind = "", [], 0
         while True:
             if self._value is None:
                 new, begun = self._outside()
                 said += new
                 if begun is None:
+                    self.behind = len(new) if calls else 0
                     return said, tuple(calls)
                 calls.append(begun)
             if self._value is not None and not self._value.is_over:

@@ -83,6 +83,7 @@ class VllmAnswer:
     adapters: list[str] = field(default_factory=list)  # whose drafts were verified, in order
     drafted_by: str | None = None  # the adapter that made drafts for the next step
     is_over: bool = False
+    deadline: asyncio.TimerHandle | None = None  # what ends it then
 
     def follow(self, set_point: float) -> None:
         """Sets the threshold from the next step on, if the request tolerates a change."""
@@ -472,7 +473,7 @@ class VllmClient(EngineThread):
         self._answers[request.id] = self._by_core_id[made.request_id] = answer
         if request.deadline is not None:
             delay_s = max(0.0, request.deadline - time.monotonic())
-            self._loop.call_later(delay_s, self._expire, answer)
+            answer.deadline = self._loop.call_later(delay_s, self._expire, answer)
         try:
             await llm.engine_core.add_request_async(made)
         except Exception:
@@ -528,6 +529,8 @@ class VllmClient(EngineThread):
 
     def _forget(self, answer: VllmAnswer) -> None:
         del self._answers[answer.request.id], self._by_core_id[answer.core_id]
+        if answer.deadline:
+            answer.deadline.cancel()
         if not self._answers:
             self._counts.idle()
 
