@@ -97,7 +97,7 @@ class Replica:
             try:
                 await self._engine.take_adapter(swap.adapter)
                 self._swap = swap
-            except ModelError:
+            except (ModelError, OSError):
                 # All replicas made it ready before the swap, so this one has started since.
                 logger.exception("the draft adapter stays as it was, and not %s", swap.name)
 
