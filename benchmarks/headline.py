@@ -190,6 +190,13 @@ def _sampled_over_greedy(result: Result) -> float:
     return max(ratio for model in models for _, ratio in _sampled(model, 2)(result))
 
 
+def _adapted(result: Result) -> float:
+    """Tokens/s of the longest budget's adapter over plain decoding, one answer at a time."""
+    run = max(result["runs"], key=lambda run: run["minutes"])
+    pairs = zip(run["drafts"], run["exact"], strict=True)
+    return statistics.median(own / other for own, other in pairs)
+
+
 def _read_share(result: Result) -> float:
     """Bytes of weights that plain decoding reads in a second, over what both cores can read."""
     (case,) = (c for c in result["cases"] if (c["label"], c["batch"]) == (_EXACT, 1))
@@ -260,6 +267,7 @@ HEADLINES = {
     "amx.speed_over_exact_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _EXACT, 1)),
     "amx.speed_vs_llamacpp_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _LLAMA, 1)),
     "amx.speed_vs_vllm_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _VLLM, 1)),
+    "adapt.speed_over_exact_b1": Headline("adapt_minutes", _adapted),
     "adapter.minutes": Headline(
         "adapter_training_gpu", lambda result: result["run"]["seconds"] / 60
     ),

@@ -65,6 +65,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "ngram_summarise.json",
         "smollm2_decode_amx.json",
         "smollm2_decode_short.json",
+        "adapt_minutes.json",
         "smollm2_decode.json",  # llama.cpp, drafts that are always right, batch 8
         "step_before_after.json",
         "code_size.json",
