@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +78,7 @@ def import_model(
     Raises ModelError if the source cannot be obtained or used, if the written model differs from
     its source, or if the directory holds anything else.
     """
+    source = os.path.expanduser(source)
     target = Path(directory).expanduser() if directory else Path("models") / _name(source)
     origin = _origin(source, revision)
     if _is_there(target, origin):

@@ -10,18 +10,23 @@ repeats itself for ever teaches nothing by it, so answers are cut after the seco
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from mars_ray.config.adapt import AdaptJob
+from mars_ray.config.base import Config
 from mars_ray.config.evaluate import EvaluateJob, PromptsTask
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.inputs import DataConfig, FilesSource, PretrainedModel
+from mars_ray.config.load import explain
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.train import ClusterConfig, StageConfig, TrainJob
 from mars_ray.core.statistics import before_loop
-from mars_ray.errors import DataError
+from mars_ray.errors import ConfigError, DataError
 from mars_ray.files import write_whole
 
 
@@ -126,6 +131,8 @@ def train_job(
     recipe = job.recipe
     epochs = recipe.epochs or (_MOST_PASSES if minutes else 1.0)
     workers = recipe.workers or devices.workers
+    # More workers than by default share the CPUs of these.
+    cpus = devices.workers * devices.cpus_per_worker // workers
     stage = StageConfig(
         objective=recipe.objective,
         adapter=recipe.adapter,
@@ -151,7 +158,7 @@ def train_job(
         precision=recipe.precision or devices.precision,
         cluster=ClusterConfig(
             workers=workers,
-            cpus_per_worker=devices.cpus_per_worker,
+            cpus_per_worker=min(devices.cpus_per_worker, max(1.0, cpus)),
             gpus_per_worker=devices.gpus_per_worker,
         ),
         checkpoint=recipe.checkpoint,
@@ -170,6 +177,22 @@ def evaluate_job(job: AdaptJob, base: Path, places: Places, split: Split) -> Eva
         max_new_tokens=measure.max_new_tokens,
         engine=measure.engine.model_copy(update={"draft_adapter": str(places.adapter)}),
     )
+
+
+def check_jobs(job: AdaptJob, base: Path, places: Places, devices: Devices) -> None:
+    """Makes the jobs that come after hours once before them. Raises ConfigError."""
+    parts = Split(places.root / "train.jsonl", places.root / "held_out.jsonl", 1, 1, 0)
+    makers: tuple[tuple[type[Config], Callable[[], Config]], ...] = (
+        (GenerateJob, lambda: generate_job(job, base, places, devices)),
+        (TrainJob, lambda: train_job(job, base, places, parts, devices, job.minutes)),
+        (EvaluateJob, lambda: evaluate_job(job, base, places, parts)),
+    )
+    for kind, make in makers:
+        try:
+            make()
+        except ValidationError as error:
+            said = explain(error, f"the {kind.__name__} of this adaptation", kind)
+            raise ConfigError(said) from None
 
 
 def service_table(job: AdaptJob, base: Path, places: Places) -> dict[str, Any]:

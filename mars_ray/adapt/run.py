@@ -26,6 +26,7 @@ from mars_ray.adapt.jobs import (
     Devices,
     Places,
     Split,
+    check_jobs,
     evaluate_job,
     generate_job,
     service_table,
@@ -64,7 +65,8 @@ def devices() -> Devices:
     cpus = [node["Resources"]["CPU"] for node in working]
     gpus = int(sum(node.get("GPU", 0.0) for node in nodes))
     if gpus:
-        each = max(1.0, min(cpus, default=1.0) // max(1, gpus // len(nodes)))
+        having = [node for node in nodes if node.get("GPU", 0.0) >= 1]
+        each = max(1.0, min(node.get("CPU", 0.0) // node["GPU"] for node in having))
         return Devices(gpus, each, 1.0, gpus, each, "bfloat16")
     least = min(cpus, default=1.0)
     precision = _precision(working)
@@ -102,6 +104,7 @@ def run_adaptation(job: AdaptJob, console: Console, connect: Connect = already) 
         found = devices()
         console.rule("its answers")
         try:
+            check_jobs(job, base, places, found)
             generated = run_generation(generate_job(job, base, places, found), console, RayEngines)
         except ConfigError:
             # Refused before the first answer: a job with more minutes may begin here.

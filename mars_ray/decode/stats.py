@@ -186,23 +186,24 @@ class LiveMeasures:
             values = _ratios(plan, rows, path)
             committed = tokens[: len(path)]  # the accepted drafts
             own = [rows.best[node] for node in (0, *path)]
-        elif mode.commits_unseen and plan.measure == "probability":
+        elif mode.commits_unseen:
             values, own = proposals.confidences, rows.earlier
             committed = sequence.tokens[-len(own) :] if own else ()
         else:
             return
-        if not (plan.wanted or committed):
+        disagreed = sum(map(ne, own, committed))
+        sequence.disagreed += disagreed
+        # A threshold of another measure than the probability is nobody's to move.
+        is_movable = mode.verifies or plan.measure == "probability"
+        if not (is_movable and (plan.wanted or committed)):
             return
         measures = self.by_mode.get(mode.type)
         if measures is None:
             measures = self.by_mode[mode.type] = ModeMeasures()
         if plan.wanted:
             measures.add_step(values)
-        if committed:
-            disagreed = sum(map(ne, own, committed))
-            measures.checked += len(committed)
-            measures.disagreed += disagreed
-            sequence.disagreed += disagreed
+        measures.checked += len(committed)
+        measures.disagreed += disagreed
 
 
 def _ratios(plan: Plan, rows: Rows, path: list[int]) -> list[float]:

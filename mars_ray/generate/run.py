@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from itertools import chain, takewhile
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -327,7 +327,7 @@ class _Generation:
             return math.inf
         engines.start(job.engine.max_batch)
         rate = 0.0
-        for count in (*_PROBE_REQUESTS, job.engine.max_batch):
+        for requested in (*_PROBE_REQUESTS, job.engine.max_batch):
             requests = [
                 Request(
                     str(number),
@@ -337,14 +337,14 @@ class _Generation:
                     min(_PROBE_TOKENS, job.max_new_tokens),
                     frozenset(),
                 )
-                for number in range(count)
+                for number in range(requested)
             ]
             begun = time.monotonic()
             done = list(chain.from_iterable(engines.decode(requests)))
             seconds = time.monotonic() - begun
             rate = sum(len(each.tokens) for each in done) / seconds
             # The first answer waits for engines that start later.
-            if seconds > _QUICK_S and count > 1:
+            if seconds > _QUICK_S and requested > 1:
                 break
         clock.skip()
         return rate
@@ -363,6 +363,9 @@ class _Generation:
         assert isinstance(source, OwnPrompts)
         seen = {beginning_key(prompt.messages[-1].content) for prompt in prompts}
         choice = Choice(source, self._excluded, seen)
+        known = part.tries.setdefault(place, {})
+        # What an earlier run has tried, whatever is left of the minutes.
+        choice.take(map(known.__getitem__, takewhile(known.__contains__, count())))
         while more := choice.more:
             if time.monotonic() >= clock.until(_OWN_SHARE):
                 # Late, but prompts that are too few would be answers that are too few.
@@ -370,7 +373,6 @@ class _Generation:
                     break
                 more = min(more, LEAST)
             numbers = range(choice.tries, choice.tries + more)
-            known = part.tries.setdefault(place, {})
             requests = requests_of(source, self._job, turn, (n for n in numbers if n not in known))
             usable = len(choice.records)
             for completions in _decode(list(requests), _OWN_SHARE, clock, engines):

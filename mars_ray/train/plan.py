@@ -14,11 +14,12 @@ from mars_ray.config.inputs import FilesSource, PretrainedModel, Source
 from mars_ray.config.train import DraftObjective, MarsObjective, StageConfig, TrainJob
 from mars_ray.data.rows import Conversations, Joined, tokenize
 from mars_ray.data.sources import BadRows, read
+from mars_ray.errors import ConfigError
 from mars_ray.model.create import create_model
 from mars_ray.model.directory import CARD_FILE
 from mars_ray.model.load import load_tokenizer, read_config
 from mars_ray.model.places import local_copy
-from mars_ray.model.shape import most_positions
+from mars_ray.model.shape import most_positions, sliding_window
 from mars_ray.storage.place import Place
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,14 @@ def stage_plan(
     if data.own and isinstance(job.stages[stage].objective, MarsObjective):
         own_from = len(train)
         train = Joined(train, tokenize(data.own, tokenizer, data, cache_dir))
-    positions = most_positions(read_config(start_model))
+    config = read_config(start_model)
+    window, longest = sliding_window(config), int(train.lengths.max())
+    if window is not None and longest > window:
+        raise ConfigError(
+            f"the longest conversation has {longest} tokens, and a row of this model sees only the "
+            f"{window} before it, which training does not follow: set data.max_length={window}"
+        )
+    positions = most_positions(config)
     if longer := int((train.lengths > positions).sum()):
         # Rotary embeddings accept any position silently.
         log.warning(

@@ -100,3 +100,21 @@ def test_lossless_modes_never_disagree(model):
     assert measured.by_mode["verified"].checked > 20
     assert measured.by_mode["verified"].disagreed == 0
     assert run(model, ExactMode())[0].by_mode == {}
+
+
+def test_disagreement_is_counted_for_every_measure(model):
+    """All proposals pass, so it is what it is for the probability. Guards evaluations, by which a
+    model of half its own words was told to have kept them all."""
+
+    def disagreed(mode: ConfidenceMode) -> list[int]:
+        engine, told = Engine(model, CARD, SIZE), {}
+        for index, prompt in enumerate(PROMPTS):
+            engine.submit(request(str(index), prompt, mode, max_new_tokens=20, stop=-1))
+        while engine.has_work:
+            told |= {event.request_id: event.disagreed for event in engine.step()}
+        assert (mode.measure == "probability") == bool(engine.measures.by_mode)
+        return [told[str(index)] for index in range(len(PROMPTS))]
+
+    own = disagreed(ConfidenceMode(threshold=0.0, measure="margin"))
+    assert own == disagreed(ConfidenceMode(threshold=0.0))
+    assert sum(own) > 0

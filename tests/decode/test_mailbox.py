@@ -81,7 +81,8 @@ def test_the_last_event_ends_the_wait(urgent):
 
 
 def test_a_stream_in_intervals_has_the_same_events():
-    """The first at once, the others together, the end when it comes."""
+    """The first at once, the others together, the end when it comes; all together if all are there
+    before the first is read."""
     thread = AsyncEngine(
         Engine(trained_model(steps=5), CARD, EngineConfig(max_batch=2, max_context=64))
     )
@@ -96,7 +97,7 @@ def test_a_stream_in_intervals_has_the_same_events():
     flat = [[e.tokens for events in got for e in events] for got in (each, some)]
     assert flat[0] == flat[1]
     assert len(flat[0]) == 30
-    assert len(some) == 2
+    assert len(some) <= 2
 
 
 def test_several_events_as_one_keep_everything():

@@ -527,6 +527,28 @@ def test_minutes_count_over_all_runs(model: Path, tmp_path: Path):
     assert clock.until(0.5) < time.monotonic()
 
 
+def test_prompts_that_were_made_stay_whatever_is_left_of_the_minutes(
+    talker: Path, tmp_path: Path, monkeypatch
+):
+    """Guards a run stopped behind its answers, of which resuming kept the first ten."""
+    prompts = OwnPrompts(count=30)
+    job = make_job(talker, tmp_path / "a.jsonl", prompts=prompts, minutes=1.0)
+
+    def stop(*_args: Any, **_kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "write_answers", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(job, QUIET)
+    part = Path(f"{job.output}.part")
+    kept = sum("prompt" in json.loads(line) for line in part.read_text().splitlines()[1:])
+    assert kept == 30
+    with part.open("a") as lines:
+        lines.write(json.dumps({"seconds": 59.0}) + "\n")
+    assert run(job, QUIET).own_prompts == 30
+
+
 def test_the_start_of_engines_does_not_count(tmp_path: Path, monkeypatch):
     """Guards a demo beside other work, whose minutes were over before its engines were ready. By
     hand: of 60 s, 5 pass before the first start of 300 s, and 20 with the engines."""
