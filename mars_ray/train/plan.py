@@ -114,7 +114,7 @@ def stage_plan(
         own_from = len(train)
         train = Joined(train, tokenize(data.own, tokenizer, data, cache_dir))
     config = read_config(start_model)
-    window, longest = sliding_window(config), int(train.lengths.max())
+    window, longest = sliding_window(config), int(train.lengths.max(initial=0))
     if window is not None and longest > window:
         raise ConfigError(
             f"the longest conversation has {longest} tokens, and a row of this model sees only the "

@@ -18,7 +18,7 @@ from ray import cloudpickle
 from train.small_jobs import make_job, make_model, make_plan, records
 
 from mars_ray.config.train import TrainJob
-from mars_ray.errors import DataError, MarsError, MemoryShortError, TrainingError
+from mars_ray.errors import ConfigError, DataError, MarsError, MemoryShortError, TrainingError
 from mars_ray.model.directory import CARD_FILE
 from mars_ray.train import on_ray, run
 from mars_ray.train.loop import StageOutcome
@@ -199,3 +199,14 @@ def test_rays_controller_imports_nothing_of_ours():
     )
     pickled = cloudpickle.dumps(on_ray._failure_printer())
     assert subprocess.run([sys.executable, "-c", code], input=pickled, check=False).returncode == 0
+
+
+def test_conversations_longer_than_the_window_are_refused(tmp_path):
+    """Training lets each row see all before it. Guards a Mistral model that learns from states
+    which it never has."""
+    model = make_model(tmp_path / "model")
+    path = model / "config.json"
+    windowed = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | windowed))
+    with pytest.raises(ConfigError, match=r"set data\.max_length=16"):
+        make_plan(make_job(model, tmp_path / "run"), model)
