@@ -138,6 +138,13 @@ def test_a_package_that_ships_one_file(how, tmp_path, monkeypatch):
         assert import_model(source) == got
 
 
+def test_a_file_in_the_home_directory(tmp_path, monkeypatch):
+    """No shell expands it in a job's file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ModelError, match=f"there is no file {tmp_path}/Tiny.gguf"):
+        import_model("~/Tiny.gguf")
+
+
 @pytest.mark.parametrize("files", [[], ["a.gguf", "b.gguf"]])
 def test_a_package_with_no_file_or_several_is_refused(files, tmp_path):
     made = wheel(tmp_path, "tiny-llm", {f"tiny_llm/{name}": b"" for name in files})
