@@ -175,21 +175,23 @@ class Meter:
         self._streams = streams
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
         self._counts = torch.zeros(len(COUNTS), dtype=torch.float64)
-        self._steps = 0
+        self._steps = torch.zeros(3, dtype=torch.float64)  # all, and those with rows of each sum
         self._started = time.monotonic()
 
     def add(self, local: Tensor, counts: Tensor) -> None:
         """Add a step: this rank's (loss, its two sums) and the global `step_counts`."""
-        divisor = torch.ones(3, dtype=torch.float64)
+        divisor, steps = torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
         for stream in self._streams:
             divisor[1 + stream.sum] = counts[stream.count].clamp_min(1e-9)
+            steps[1 + stream.sum] = float(counts[stream.count] > 0)
         self._sums += local / divisor.to(local.device)
         self._counts += counts
-        self._steps += 1
+        self._steps += steps
 
     def flush(self, ranks: Ranks) -> dict[str, float]:
         """Global means since the last flush, the same on every rank; collective."""
-        loss, *sums = (ranks.sum(self._sums) / max(1, self._steps)).tolist()
+        steps = self._steps.clamp_min(1).to(self._sums.device)
+        loss, *sums = (ranks.sum(self._sums) / steps).tolist()
         elapsed = time.monotonic() - self._started
         metrics = {"loss": loss} | {stream.name: sums[stream.sum] for stream in self._streams}
         done = dict(zip(COUNTS, self._counts.tolist(), strict=True))
@@ -201,7 +203,7 @@ class Meter:
         metrics["padding_share"] = 1 - done["filled"] / max(1.0, done["rows"])
         self._sums.zero_()
         self._counts.zero_()
-        self._steps = 0
+        self._steps.zero_()
         self._started = time.monotonic()
         return metrics
 
@@ -210,14 +212,14 @@ class Meter:
         return {
             "sums": self._sums.cpu().clone(),
             "counts": self._counts.clone(),
-            "steps": self._steps,
+            "steps": self._steps.clone(),
             "elapsed_s": time.monotonic() - self._started,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         self._sums.copy_(state["sums"])
         self._counts.copy_(state["counts"])
-        self._steps = state["steps"]
+        self._steps.copy_(torch.as_tensor(state["steps"]))  # a number in older checkpoints
         self._started = time.monotonic() - state["elapsed_s"]
 
 

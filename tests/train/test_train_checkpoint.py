@@ -232,4 +232,10 @@ def test_means_by_hand_and_across_a_checkpoint():
     elapsed = 20 / metrics["tokens_per_s"]
     assert metrics["flops_utilisation"] * elapsed == pytest.approx(2 * (1080 + 960) / 1e6)
     assert metrics["mask_tokens_per_s"] == pytest.approx(metrics["tokens_per_s"] / 5)
+    # A batch without rows of a stream has no part in that stream's mean.
+    none = counts.clone()
+    none[1] = 0.0
+    meter.add(torch.tensor([5.0, 4.0, 0.0], dtype=torch.float64), none)
+    metrics = meter.flush(RANKS)
+    assert (metrics["loss"], metrics["clean_ce"], metrics["noisy_ce"]) == (3.0, 1.5, 1.5)
     assert resumed.flush(RANKS)["loss"] == 0
