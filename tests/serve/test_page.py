@@ -145,8 +145,10 @@ def test_an_answer_beside_that_of_exact(page):
     sent = bodies(page)
     page.get_by_role("button", name="Ask again in exact mode").click()
     verdict = answer.locator(".verdict")
-    playwright.expect(verdict).to_contain_text("tokens per second of exact, the same text")
-    assert float(verdict.locator("b").inner_text()) > 0
+    playwright.expect(verdict).to_contain_text("the same text", timeout=20_000)
+    # Not where a loaded machine reads one of them in a single event.
+    for times in verdict.locator("b").all_inner_texts():
+        assert float(times) > 0
     sides = answer.locator("section")
     assert sides.count() == 2
     texts = [sides.nth(number).locator(".answer").inner_text() for number in range(2)]

@@ -156,6 +156,8 @@ test("two answers are compared as far as both came", () => {
   assert.equal(verdict(of("ab", 30), of("a", 20, false)).text, "the same text as far as both came");
   assert.equal(verdict(of("ab", 30), of("b", 20, false)).text, "another text");
   assert.equal(verdict(of("ab", 30), of("", null, false)), null);
+  // All of it came in one event, which has no speed.
+  assert.deepEqual(verdict(of("ab", 30), of("ab", null)), { times: null, text: "the same text" });
 });
 
 test("numbers are short", () => {

@@ -104,14 +104,17 @@ async function compare({ box, sides, ours, request }, signal) {
   await exact.ask(service, { ...rest, mode: "exact" }, signal, inView);
   const compared = verdict(ours.outcome, exact.outcome);
   if (compared === null) return;
-  const most = Math.max(ours.tally.rate, exact.tally.rate);
-  for (const each of [ours, exact]) {
-    each.rate.textContent = `${speed(each.tally.rate)} tokens/s`;
-    each.bar.style.width = `${100 * each.tally.rate / most}%`;
+  const both = [ours, exact];
+  for (const each of both) each.rate.textContent = `${speed(each.tally.rate)} tokens/s`;
+  if (compared.times === null) {
+    box.append(element("p", "verdict", `exact gives ${compared.text}`));
+    return;
   }
+  const most = Math.max(ours.tally.rate, exact.tally.rate);
+  for (const each of both) each.bar.style.width = `${100 * each.tally.rate / most}%`;
   box.append(element("p", "verdict", element("b", "", compared.times),
                      ` times the tokens per second of exact, ${compared.text} `,
-                     replayButton([ours, exact])));
+                     replayButton(both)));
 }
 
 function send(text) {

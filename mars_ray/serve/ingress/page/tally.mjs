@@ -65,13 +65,15 @@ export function speed(rate) {
   return rate === null ? "–" : rate.toFixed(rate < 9.5 ? 1 : 0);
 }
 
-// How the answer's speed compares to that of `exact`, and whether the two texts are the same: as far
-// as the shorter one came, if one of them was stopped. Null while there is nothing to compare.
+// How the answer's speed compares to that of `exact`, null if one of them came all at once, and
+// whether the two texts are the same: as far as the shorter one came, if one of them was stopped.
+// Null while there is nothing to compare.
 export function verdict(ours, exact) {
-  if (!ours.rate || !exact.rate) return null;
+  if (!ours.text || !exact.text) return null;
   const isWhole = ours.isWhole && exact.isWhole;
   const [a, b] = [ours.text, exact.text];
   const isSame = isWhole ? a === b : a.startsWith(b) || b.startsWith(a);
   const text = isSame ? `the same text${isWhole ? "" : " as far as both came"}` : "another text";
-  return { times: (ours.rate / exact.rate).toFixed(2), text };
+  const times = ours.rate && exact.rate ? (ours.rate / exact.rate).toFixed(2) : null;
+  return { times, text };
 }
