@@ -259,11 +259,11 @@ HEADLINES = {
     "smollm2.speed_vs_llamacpp_b1": Headline("smollm2_decode", _times(_VERIFIED, _LLAMA, 1)),
     "smollm2.speed_over_exact_b16": Headline("smollm2_decode", _times(_VERIFIED, _EXACT, 16)),
     "smollm2.speed_vs_vllm_b16": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 16)),
-    # On a processor with AMX, before masks were bought again.
     "short.speed_over_exact_b1": Headline("smollm2_decode_short", _times(_VERIFIED, _EXACT, 1)),
     "short.speed_over_exact_b16": Headline("smollm2_decode_short", _times(_VERIFIED, _EXACT, 16)),
     "short.speed_vs_llamacpp_b1": Headline("smollm2_decode_short", _times(_VERIFIED, _LLAMA, 1)),
     "short.speed_vs_vllm_b1": Headline("smollm2_decode_short", _times(_VERIFIED, _VLLM, 1)),
+    # On a processor with AMX, before masks were bought again.
     "amx.speed_over_exact_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _EXACT, 1)),
     "amx.speed_vs_llamacpp_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _LLAMA, 1)),
     "amx.speed_vs_vllm_b1": Headline("smollm2_decode_amx", _times(_VERIFIED, _VLLM, 1)),

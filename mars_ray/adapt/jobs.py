@@ -10,6 +10,7 @@ repeats itself for ever teaches nothing by it, so answers are cut after the seco
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,8 +132,8 @@ def train_job(
     recipe = job.recipe
     epochs = recipe.epochs or (_MOST_PASSES if minutes else 1.0)
     workers = recipe.workers or devices.workers
-    # More workers than by default share the CPUs of these.
-    cpus = devices.workers * devices.cpus_per_worker // workers
+    # More workers than by default share the CPUs of these, on whichever node.
+    sharing = math.ceil(workers / devices.workers)
     stage = StageConfig(
         objective=recipe.objective,
         adapter=recipe.adapter,
@@ -158,7 +159,7 @@ def train_job(
         precision=recipe.precision or devices.precision,
         cluster=ClusterConfig(
             workers=workers,
-            cpus_per_worker=min(devices.cpus_per_worker, max(1.0, cpus)),
+            cpus_per_worker=max(1.0, devices.cpus_per_worker // sharing),
             gpus_per_worker=devices.gpus_per_worker,
         ),
         checkpoint=recipe.checkpoint,

@@ -65,7 +65,7 @@ def devices() -> Devices:
     cpus = [node["Resources"]["CPU"] for node in working]
     gpus = int(sum(node.get("GPU", 0.0) for node in nodes))
     if gpus:
-        having = [node for node in nodes if node.get("GPU", 0.0) >= 1]
+        having = [node for node in nodes if node.get("GPU", 0.0)]
         each = max(1.0, min(node.get("CPU", 0.0) // node["GPU"] for node in having))
         return Devices(gpus, each, 1.0, gpus, each, "bfloat16")
     least = min(cpus, default=1.0)

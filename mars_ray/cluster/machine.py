@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from mars_ray.errors import ConfigError, MarsError
 
-# Serve reads the last three when its processes start. One names their middleware
-# (serve/ingress/proxy.py). The other sends messages to a replica over gRPC and not as Ray objects,
+# Serve reads the last three when its processes start. The first names its proxies' middleware
+# (serve/ingress/proxy.py). The second sends messages to a replica over gRPC and not as Ray objects,
 # which takes less CPU for each (docs/log.md). With a token, both ways require it.
 NODE_ENVIRONMENT: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -70,7 +70,7 @@ def sized(model: PreTrainedModel, spare: int, config: EngineConfig) -> EngineCon
     if given is None:
         longest = -(-(context + spare) // config.page_size)
         changes["cache_bytes"] = each * max(longest, min(longest * config.max_batch, room))
-    else:  # a share of what is free now: there may be less when the cache is made
+    else:  # if by a share of what is free: there may be less when the cache is made
         changes |= {"cache_bytes": given, "cache_memory_share": None}
     return config.model_copy(update=changes)
 

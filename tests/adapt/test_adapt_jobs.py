@@ -48,6 +48,10 @@ def test_workers_have_the_cpus_that_there_are(tmp_path, workers):
     cluster = train_job(asked, Path("m"), Places(tmp_path), parts, CPUS, None).cluster
     assert cluster.workers == workers
     assert workers * cluster.cpus_per_worker <= 8
+    # Two nodes of five each: two workers of three CPUs are too many for one of them.
+    several = Devices(2, 5.0, 0.0, 2, 5.0, "float32")
+    each = train_job(asked, Path("m"), Places(tmp_path), parts, several, None).cluster
+    assert -(-workers // 2) * each.cpus_per_worker <= 5
 
 
 @pytest.mark.parametrize(

@@ -542,6 +542,7 @@ class ResponseWriter:
             yield self._event(f"response.{done['status']}", {"response": done})
 
     def _written(self, calls: Iterable[ToolCallDelta]) -> Iterator[str]:
+        """The events of additions to calls, each of which is an item."""
         for more in calls:
             if more.id is not None and more.name is not None:
                 yield from self._close("completed")

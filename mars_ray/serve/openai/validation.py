@@ -282,8 +282,11 @@ def _check_options(schema: dict[str, Any], place: str) -> None:
     """Raises ApiError for options of llguidance, except the one that only shapes white space.
     Others may make it ignore parts of the schema, or write text that is not JSON."""
     options = schema.get("x-guidance", {})
-    allowed = ({}, {"whitespace_flexible": True}, {"whitespace_flexible": False})
-    if options not in allowed or any(not isinstance(own, bool) for own in options.values()):
+    if not (
+        isinstance(options, dict)
+        and options.keys() <= {"whitespace_flexible"}
+        and all(isinstance(own, bool) for own in options.values())
+    ):
         place = f"{place}.x-guidance"
         refuse(place, f"'{place}' may hold 'whitespace_flexible', true or false, and nothing else")
 

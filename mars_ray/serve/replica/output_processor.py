@@ -277,8 +277,8 @@ class OutputProcessor:
         )
         written = self._writer.write(delta)
         if behind:
-            rest = replace(delta, tokens=0, logprobs=(), calls=(), reasoning="")
-            written += self._writer.write(replace(rest, text=behind, finish=self.finish))
+            rest = replace(delta, text=behind, finish=self.finish, tokens=0)
+            written += self._writer.write(replace(rest, logprobs=(), calls=(), reasoning=""))
         return written
 
     def end(self, ending: Ending) -> None:
@@ -309,11 +309,13 @@ class OutputProcessor:
                 more, rest = self._reasoning.flush()
                 thoughts, text = thoughts + more, text + rest
         if self._calls:
-            text, calls = self._calls.push(text)
-            end = len(text) - self._calls.behind
-            text, behind = text[:end], text[end:]
-            rest = self._calls.flush() if is_last else ""
-            text, behind = (text, behind + rest) if calls else (text + rest, "")
+            said, calls = self._calls.push(text)
+            end = len(said) - self._calls.behind
+            text, behind = said[:end], said[end:]
+            if is_last:
+                behind += self._calls.flush()
+            if not calls:
+                text, behind = text + behind, ""
         return thoughts, text, calls, behind
 
     def _count(self, event: TokenEvent, tokens: int) -> None:
