@@ -1,6 +1,8 @@
 """The page in a real browser: Debian's Chromium, where it is installed."""
 
+import re
 import shutil
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,8 @@ from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.status import Decided
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+# An event that comes late on a loaded machine is no fault.
+playwright.expect.set_options(timeout=30_000)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
     pytest.mark.slow,
@@ -33,6 +37,7 @@ def add(a, b):
 1. one
 2. **two**
 """
+GATE = threading.Semaphore(0)  # of the model "held"
 EVIL = """<script>window.broken = 1</script>
 
 <img src=x onerror="window.broken = 1"> <svg/onload="window.broken = 1">
@@ -51,6 +56,7 @@ def url(job, text_engine) -> Iterator[str]:
         "second": text_engine,
         "markdown": Writing(text_engine, MARKDOWN),
         "evil": Writing(text_engine, EVIL),
+        "held": Writing(text_engine, MARKDOWN, gate=GATE),
         "endless": Writing(text_engine, "and so on " * 9, is_endless=True),
     }
     # Short answers: several fit the context.
@@ -98,7 +104,7 @@ def begin(page: playwright.Page, text: str, model: str = "tiny") -> playwright.L
 def ask(page: playwright.Page, text: str, model: str = "tiny") -> playwright.Locator:
     """The article of the answer, once it is complete."""
     answer = begin(page, text, model)
-    playwright.expect(answer.locator(".note").last).to_contain_text("own choice", timeout=20_000)
+    playwright.expect(answer.locator(".note").last).to_contain_text("own choice")
     return answer
 
 
@@ -144,11 +150,7 @@ def test_an_answer_beside_that_of_exact(page):
     answer = ask(page, "count")
     sent = bodies(page)
     page.get_by_role("button", name="Ask again in exact mode").click()
-    verdict = answer.locator(".verdict")
-    playwright.expect(verdict).to_contain_text("the same text", timeout=20_000)
-    # Not where a loaded machine reads one of them in a single event.
-    for times in verdict.locator("b").all_inner_texts():
-        assert float(times) > 0
+    playwright.expect(answer.locator(".verdict")).to_contain_text("the same text")
     sides = answer.locator("section")
     assert sides.count() == 2
     texts = [sides.nth(number).locator(".answer").inner_text() for number in range(2)]
@@ -171,9 +173,13 @@ def test_an_answer_beside_that_of_exact(page):
 def test_two_answers_play_again_side_by_side(page):
     """Guards a text that is cut where a play was ended before its time."""
     page.get_by_label("exact beside it").check()
-    answer = begin(page, "write", "markdown")
-    playwright.expect(answer.locator(".verdict")).to_contain_text("the same text", timeout=20_000)
+    answer = begin(page, "write", "held")
     bodies = answer.locator(".answer")
+    for number in range(2):  # each comes in two reads at least, so it has a speed
+        playwright.expect(bodies.nth(number)).not_to_be_empty()
+        GATE.release()
+    verdict = r"^\d+\.\d\d times the tokens per second of exact, the same text"
+    playwright.expect(answer.locator(".verdict")).to_have_text(re.compile(verdict))
     before = [bodies.nth(number).inner_html() for number in range(2)]
     # A clock that stands still, so that a slow machine shows no more than the first step.
     page.evaluate("performance.now = () => 0")
@@ -191,7 +197,7 @@ def test_every_question_beside_exact(page):
     page.get_by_label("exact beside it").check()
     sent = bodies(page)
     answer = begin(page, "count")
-    playwright.expect(answer.locator(".verdict")).to_contain_text("the same text", timeout=20_000)
+    playwright.expect(answer.locator(".verdict")).to_contain_text("the same text")
     first, second = sent
     assert (first["mode"], second["mode"]) == ("verified", "exact")
     assert first["seed"] == second["seed"]
@@ -219,7 +225,7 @@ def test_an_example_is_asked_at_once(page):
     """As it is written, without the line breaks of the page's source."""
     sent = bodies(page)
     page.get_by_role("button", name="List ten tips").click()
-    playwright.expect(page.locator(".them .note")).to_contain_text("own choice", timeout=20_000)
+    playwright.expect(page.locator(".them .note")).to_contain_text("own choice")
     assert sent[0]["messages"][-1]["content"] == "List ten tips for a good night's sleep."
     assert not page.locator("#welcome").is_visible()
 
@@ -346,7 +352,7 @@ def test_a_phone_shows_everything(page, text_engine, monkeypatch):
     playwright.expect(page.locator("#policy")).to_be_hidden()
     monkeypatch.setattr(text_engine, "decided", decided)
     page.set_viewport_size({"width": 360, "height": 740})
-    playwright.expect(page.locator("#policy")).to_contain_text("3 replicas", timeout=10_000)
+    playwright.expect(page.locator("#policy")).to_contain_text("3 replicas")
     assert not page.locator("#why").is_visible()
     page.locator("#policy summary").click()
     playwright.expect(page.locator("#why")).to_contain_text("12 ± 3 requests/s")
@@ -405,7 +411,7 @@ def test_a_refused_message_stays_in_the_box(page):
     """With the error's words, and without a trace in the conversation; the next one works."""
     begin(page, "x " * 500)
     problem = page.get_by_role("alert")
-    playwright.expect(problem).to_contain_text("context", timeout=10_000)
+    playwright.expect(problem).to_contain_text("context")
     assert page.get_by_label("Message").input_value() == ("x " * 500).strip()
     assert page.locator("article").count() == 0
     sent = bodies(page)
@@ -434,7 +440,7 @@ def test_live_figures_come_by_themselves(page):
     playwright.expect(page.locator("#replicas")).to_have_text("1")
     playwright.expect(page.locator("#in-force")).to_have_text("1.00")
     ask(page, "count")
-    playwright.expect(page.locator("#rate")).not_to_have_text("0", timeout=5_000)
+    playwright.expect(page.locator("#rate")).not_to_have_text("0")
     playwright.expect(page.locator("#per-forward")).to_contain_text(".")
     asked = []
     page.on("request", lambda request: asked.append(request.url))

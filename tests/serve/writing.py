@@ -1,6 +1,7 @@
 """A model that writes a given text, as if several tokens had come of every forward."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -13,12 +14,21 @@ _CHARS = 4  # of a token
 
 
 class Writing:
-    """Everything but its answers is that of another model; an endless one never finishes."""
+    """Everything but its answers is that of another model; an endless one never finishes, one with
+    a gate goes on behind its first piece once that is released."""
 
-    def __init__(self, other: LLMServer, text: str, *, is_endless: bool = False) -> None:
+    def __init__(
+        self,
+        other: LLMServer,
+        text: str,
+        *,
+        is_endless: bool = False,
+        gate: threading.Semaphore | None = None,
+    ) -> None:
         self._other = other
         self._text = text
         self._is_endless = is_endless
+        self._gate = gate
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._other, name)
@@ -34,6 +44,8 @@ class Writing:
             text = writer.write(OutputDelta(piece, forward=forwards, tokens=step))
             yield Envelope(text, Used(9, 0, tokens, forwards))
             await asyncio.sleep(0.002)
+            if self._gate and forwards == 1:
+                await asyncio.to_thread(self._gate.acquire)
         if self._is_endless:
             await asyncio.Event().wait()
         finish = Finish("stop", 9, tokens + 1, forwards + 1)

@@ -102,7 +102,7 @@ async function* texts(...given) { yield* given; }
 
 async function chunksFrom(...given) {
   const seen = [];
-  for await (const chunk of chunksOf(texts(...given))) seen.push(chunk);
+  for await (const chunks of chunksOf(texts(...given))) seen.push(...chunks);
   return seen;
 }
 
@@ -112,6 +112,12 @@ test("a stream may be cut anywhere", async () => {
     const seen = await chunksFrom(whole.slice(0, at), whole.slice(at));
     assert.deepEqual(seen, [{ a: "x\n\ny" }, { a: 2 }]);
   }
+});
+
+test("what came together is told together", async () => {
+  const [given, seen] = [['data: {"a":1}\n\ndata: {"a":2}\n\nda', "ta: {}\n\ndata: [DONE]\n\n"], []];
+  for await (const chunks of chunksOf(texts(...given))) seen.push(chunks);
+  assert.deepEqual(seen, [[{ a: 1 }, { a: 2 }], [{}]]);
 });
 
 test("a stream without an end, and one with an error, are no answers", async () => {

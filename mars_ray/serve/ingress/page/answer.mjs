@@ -32,9 +32,13 @@ export class Answer {
   async ask(service, request, signal, inView) {
     let last;
     try {
-      for await (const chunk of service.answer(request, signal)) {
-        this.usage = chunk.usage || this.usage;
-        for (const choice of chunk.choices) this.#take(choice);
+      for await (const chunks of service.answer(request, signal)) {
+        // One time for all: behind a proxy that gathers them their own would say nothing of speed.
+        const now = performance.now() / 1000;
+        for (const { usage, choices } of chunks) {
+          this.usage = usage || this.usage;
+          for (const choice of choices) this.#take(choice, now);
+        }
         this.#drawSoon(inView);
       }
       last = this.#summary(request.model);
@@ -54,9 +58,9 @@ export class Answer {
     return { text: this.tally.text, rate: this.tally.rate, isWhole: this.usage !== null };
   }
 
-  #take({ delta, mars, finish_reason: finish }) {
+  #take({ delta, mars, finish_reason: finish }, now) {
     this.#finish = finish ?? this.#finish;
-    if (mars) this.tally.add(delta.content ?? "", mars.tokens, mars.forward, performance.now() / 1000);
+    if (mars) this.tally.add(delta.content ?? "", mars.tokens, mars.forward, now);
   }
 
   #drawSoon(inView) {

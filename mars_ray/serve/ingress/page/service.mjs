@@ -21,7 +21,7 @@ export class Service {
     return (await reply.json()).data;
   }
 
-  // The chunks of an answer.
+  // The chunks of an answer, those together that came together.
   async *answer(request, signal) {
     const body = JSON.stringify({ ...request, stream: true, return_forwards: true,
                                   stream_options: { include_usage: true } });
@@ -53,19 +53,28 @@ async function wordsOf(reply) {
   return said?.error?.message ?? `the service answered with status ${reply.status}`;
 }
 
-// The chunks of server-sent events that come in texts cut anywhere.
+// The chunks of server-sent events that come in texts cut anywhere: with each text, those that it
+// completes.
 export async function* chunksOf(texts) {
   let held = "";
   for await (const text of texts) {
     const events = (held + text).split("\n\n");
     held = events.pop();
+    const chunks = [];
     for (const event of events) {
       const data = event.replace(/^data: /, "");
-      if (data === "[DONE]") return;
+      if (data === "[DONE]") {
+        yield chunks;
+        return;
+      }
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new Error(chunk.error.message);
-      yield chunk;
+      if (chunk.error) {
+        yield chunks;
+        throw new Error(chunk.error.message);
+      }
+      chunks.push(chunk);
     }
+    yield chunks;
   }
   throw new Error("the service ended the answer before its end");
 }
