@@ -67,122 +67,152 @@ static inline void join(Part& all_, const Part& next, int size) {
         store(all_.out + d, add(mul(load(all_.out + d), f_old), mul(load(next.out + d), f_now)));
 }
 
-// One block of a key head for the query heads of a group's rows. Reads each key and value once.
+// One block of a key head for the query heads of a group's rows.
 template <class W>
 class Block {
 public:
-    // Queries are those of (row, head), `size` floats each with zeros behind `size_`.
-    void compute(const W* cache, int64_t page_size, int heads, int head, int size_, const Group& group,
+    // Queries are those of (row, head), `size` floats each.
+    void compute(const W* cache, int64_t page_size, int heads, int head, int size, const Group& group,
                  int64_t block, const int64_t* place, int shared, const float* const* query, Part* part) {
-        int size = (int)rounded(size_, LANES), queries = group.rows * shared;
+        int queries = group.rows * shared, count[QUERIES];
         int64_t begin = block * KEYS;
-        int count[QUERIES], most = 0;
+        keys_ = 0;
         for (int q = 0; q < queries; q++) {
             int64_t seen = group.sight.seen_at(place[group.row[q / shared]]) - begin;
             count[q] = (int)(seen < 0 ? 0 : seen > KEYS ? KEYS : seen);
-            if (count[q] > most) most = count[q];
+            if (count[q] > keys_) keys_ = count[q];
         }
-        int64_t step = 2ll * heads * size_;
-        for (int first = 0; first < most; first += LANES) {
-            int keys = most - first < LANES ? most - first : LANES;
-            read(cache, page_size, heads, head, size_, group, begin + first, keys, step, first * size);
-            scores(query, queries, size_, first);
+        to_value_ = (int64_t)heads * size;
+        find(cache + head * size, page_size, 2 * to_value_, group, begin);
+        if (size % LANES) copy(size);
+        next_ = head + 1 < heads ? size : 0;
+        for (int first = 0; first < keys_; first += TOGETHER) {
+            ask(first + TOGETHER, TOGETHER, 0, size);
+            ask(first, TOGETHER, to_value_, size);
+            for (int g = 0; g < TOGETHER; g += LANES) turn(first + g, size, key_ + g);
+            scores<6>(query, 0, queries, size, first);
         }
-        for (int q = 0; q < queries; q++) weigh(score_[q], count[q], most, part[q]);
-        for (int d = 0; d < size; d += 4 * LANES) {
-            int q = 0;
-            for (; q + GROUP <= queries; q += GROUP) values<GROUP>(part + q, q, most, d, size);
-            for (; q < queries; q++) values<1>(part + q, q, most, d, size);
-        }
+        for (int q = 0; q < queries; q++) weigh(score_[q], count[q], part[q]);
+        for (int d = 0; d < size; d += 4 * LANES) values<MOST_QUERIES>(part, 0, queries, d, size);
     }
 
 private:
+    // Dimensions in 32 bits, keys whose scores are summed side by side, and queries that share the
+    // reading of a value.
+    static constexpr int DIMS = 4 / sizeof(W);
 #ifdef __AVX512F__
-    static constexpr int GROUP = 4;  // queries that share the reading of a value
+    static constexpr int TOGETHER = 2 * LANES, MOST_QUERIES = 6;
 #else
-    static constexpr int GROUP = 1;
+    static constexpr int TOGETHER = LANES, MOST_QUERIES = 1;
 #endif
 
-    // Sixteen keys as columns, and their values as rows, in float32.
-    void read(const W* cache, int64_t page_size, int heads, int head, int size_, const Group& group,
-              int64_t rank, int keys, int64_t step, int to) {
-        int size = (int)rounded(size_, LANES);
-        const W* from[LANES];
-        for (int j = 0; j < keys; j++) {
+    // Where the block's keys are; behind the last one it stands again, up to a whole number of them.
+    void find(const W* cache, int64_t page_size, int64_t step, const Group& group, int64_t rank) {
+        int64_t before = -1;
+        const W* from = nullptr;
+        for (int j = 0; j < keys_; j++) {
             int64_t place = group.sight.place(rank + j);
-            int64_t slot = group.page[place / page_size] * page_size + place % page_size;
-            from[j] = cache + slot * step + head * size_;
+            if (j && place == before + 1 && place % page_size)
+                from += step;
+            else
+                from = cache + (group.page[place / page_size] * page_size + place % page_size) * step;
+            from_[j] = from, before = place;
         }
-        int64_t to_value = (int64_t)heads * size_;
-        for (int d = 0; d < size; d += LANES) {
-            alignas(64) float part[LANES][LANES];
-            int lanes = size_ - d < LANES ? size_ - d : LANES;
-            for (int j = 0; j < LANES; j++)
-                if (j >= keys || lanes < LANES) {
-                    memset(part[j], 0, sizeof part[j]);
-                    for (int i = 0; i < lanes && j < keys; i++) part[j][i] = widened(from[j][d + i]);
-                } else {
-                    store(part[j], widen(from[j] + d));
+        for (int j = keys_; j % TOGETHER; j++) from_[j] = from;
+    }
+
+    // Keys and values are read in whole vectors, so those of other sizes get room behind them.
+    void copy(int size) {
+        for (int j = 0; j < rounded(keys_, TOGETHER); j++) {
+            memcpy(room_[j], from_[j], size * sizeof(W));
+            memcpy(room_[j] + SIZE_MOST, from_[j] + to_value_, size * sizeof(W));
+            from_[j] = room_[j];
+        }
+        to_value_ = SIZE_MOST;
+    }
+
+    // Asks for what lies so far behind some keys: it is scattered, so the processor does not foresee it.
+    void ask(int first, int count, int64_t behind, int size) {
+        for (int j = first; j < first + count && j < keys_; j++)
+            for (int at = 0; at < size; at += 64 / (int)sizeof(W))
+                _mm_prefetch((const char*)(from_[j] + behind + at), _MM_HINT_T0);
+    }
+
+    // Sixteen keys as columns.
+    void turn(int first, int size, float* to) {
+        const void* from[LANES];
+        for (int d = 0; d < size; d += DIMS * LANES) {
+            for (int j = 0; j < LANES; j++) from[j] = from_[first + j] + d;
+            transpose(from, to + d / DIMS * TOGETHER, TOGETHER);
+        }
+    }
+
+    template <int M>
+    void scores(const float* const* query, int q, int queries, int size, int first) {
+        for (; q + M <= queries; q += M) scores_of<M>(query + q, q, size, first);
+        if constexpr (M > 1)
+            if (q < queries) scores<M - 1>(query, q, queries, size, first);
+    }
+    // Sums run over the dimensions one by one.
+    template <int M>
+    void scores_of(const float* const* query, int q, int size, int first) {
+        constexpr int V = TOGETHER / LANES;
+        F s[M][V];
+        UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < V; v++) s[m][v] = all(0);
+        for (int d = 0; d < size; d += DIMS) {
+            const float* key = key_ + d / DIMS * TOGETHER;
+            UNROLL for (int i = 0; i < DIMS; i++) {
+                F own[V];
+                UNROLL for (int v = 0; v < V; v++) own[v] = part_of((const W*)(key + v * LANES), i);
+                UNROLL for (int m = 0; m < M; m++) {
+                    F x = all(query[m][d + i]);
+                    UNROLL for (int v = 0; v < V; v++) s[m][v] = fma(own[v], x, s[m][v]);
                 }
-            transpose(part);
-            memcpy(&key_[d * LANES], part, sizeof part);
-            for (int j = 0; j < keys; j++) {
-                float* value = &value_[to + j * size + d];
-                if (lanes == LANES) {
-                    store(value, widen(from[j] + to_value + d));
-                    continue;
-                }
-                for (int i = 0; i < LANES; i++) value[i] = i < lanes ? widened(from[j][to_value + d + i]) : 0;
             }
         }
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int v = 0; v < V; v++) store(score_[q + m] + first + v * LANES, s[m][v]);
     }
-
-    void scores(const float* const* query, int queries, int size_, int first) {
-        int q = 0;
-        for (; q + 6 <= queries; q += 6) scores_of<6>(query + q, q, size_, first);
-        for (; q + 3 <= queries; q += 3) scores_of<3>(query + q, q, size_, first);
-        for (; q < queries; q++) scores_of<1>(query + q, q, size_, first);
-    }
-    template <int M>
-    void scores_of(const float* const* query, int q, int size_, int first) {
-        F s[M];
-        UNROLL for (int m = 0; m < M; m++) s[m] = all(0);
-        for (int d = 0; d < size_; d++) {
-            F key = load(&key_[d * LANES]);
-            UNROLL for (int m = 0; m < M; m++) s[m] = fma(key, all(query[m][d]), s[m]);
-        }
-        UNROLL for (int m = 0; m < M; m++) store(score_[q + m] + first, s[m]);
-    }
+    static F part_of(const float* key, int) { return load(key); }
+    static F part_of(const bf16* key, int i) { return i ? second_of(key) : first_of(key); }
 
     // Scores of keys to exponentials, 0 for those that the row does not see.
-    static void weigh(float* score, int count, int most, Part& part) {
-        float largest_ = -INFINITY;
-        for (int j = 0; j < count; j++) largest_ = score[j] > largest_ ? score[j] : largest_;
-        part.most = largest_, part.sum = 0;
-        for (int j = 0; j < count; j += LANES) store(score + j, exp(sub(load(score + j), all(largest_))));
-        for (int j = count; j < most; j++) score[j] = 0;
+    void weigh(float* score, int count, Part& part) {
+        F several = all(-INFINITY);
+        int j = 0;
+        for (; j + LANES <= count; j += LANES) several = larger(load(score + j), several);
+        float most = largest(several);
+        for (; j < count; j++) most = score[j] > most ? score[j] : most;
+        part.most = most, part.sum = 0;
+        for (j = 0; j < count; j += LANES) store(score + j, exp(sub(load(score + j), all(most))));
+        for (j = count; j < keys_; j++) score[j] = 0;
     }
 
     template <int M>
-    void values(Part* part, int q, int most, int d, int size) {
-        int vectors = (size - d) / LANES;
-        if (vectors >= 4) return values_of<M, 4>(part, q, most, d, size);
-        if (vectors == 3) return values_of<M, 3>(part, q, most, d, size);
-        if (vectors == 2) return values_of<M, 2>(part, q, most, d, size);
-        values_of<M, 1>(part, q, most, d, size);
+    void values(Part* part, int q, int queries, int d, int size) {
+        int vectors = (size - d + LANES - 1) / LANES;
+        for (; q + M <= queries; q += M) {
+            if (vectors >= 4) values_of<M, 4>(part + q, q, d);
+            else if (vectors == 3) values_of<M, 3>(part + q, q, d);
+            else if (vectors == 2) values_of<M, 2>(part + q, q, d);
+            else values_of<M, 1>(part + q, q, d);
+        }
+        if constexpr (M > 1)
+            if (q < queries) values<M - 1>(part, q, queries, d, size);
     }
     template <int M, int V>
-    void values_of(Part* part, int q, int most, int d, int size) {
+    void values_of(Part* part, int q, int d) {
         F out[M][V];
         float sum_[M];
         UNROLL for (int m = 0; m < M; m++) {
             sum_[m] = 0;
             UNROLL for (int v = 0; v < V; v++) out[m][v] = all(0);
         }
-        for (int j = 0; j < most; j++) {
-            const float* value = &value_[j * size + d];
+        for (int j = 0; j < keys_; j++) {
+            const W* value = from_[j] + to_value_ + d;
+            if (next_ && !q && !d) ask(j, 1, next_, next_), ask(j, 1, next_ + to_value_, next_);
             F value_of[V];
-            UNROLL for (int v = 0; v < V; v++) value_of[v] = load(value + v * LANES);
+            UNROLL for (int v = 0; v < V; v++) value_of[v] = widen(value + v * LANES);
             UNROLL for (int m = 0; m < M; m++) {
                 float weight = score_[q + m][j];
                 sum_[m] += weight;
@@ -195,5 +225,10 @@ private:
         }
     }
 
-    alignas(64) float score_[QUERIES][KEYS], key_[SIZE_MOST * LANES], value_[KEYS * SIZE_MOST];
+    int keys_;
+    int64_t to_value_;  // from a key
+    int next_;          // from a key to that of the next head, or 0
+    const W* from_[KEYS];
+    alignas(64) float score_[QUERIES][KEYS], key_[SIZE_MOST / DIMS * TOGETHER];
+    alignas(64) W room_[KEYS][2 * SIZE_MOST];
 };

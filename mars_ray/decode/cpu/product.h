@@ -88,6 +88,7 @@ private:
 template <class W>
 struct Matrix {
     int outputs = 0, inputs = 0;  // inputs with their padding
+    int64_t stride = 0;           // from a panel to the next
     const W* weights = nullptr;
     const float* bias = nullptr;  // with the outputs' padding, or none
     // The inputs that are not zero for all outputs of a panel, for matrices of several blocks.
@@ -95,15 +96,21 @@ struct Matrix {
 
     int panels() const { return (outputs + PANEL - 1) / PANEL; }
     int64_t place(int64_t output, int64_t input) const {
-        int64_t panel = output / PANEL * PANEL * inputs, lane = output % PANEL;
+        int64_t panel = output / PANEL * stride, lane = output % PANEL;
         if (sizeof(W) == 4) return panel + input * PANEL + lane;
         return panel + input / 2 * 2 * PANEL + lane / 16 * 32 + lane % 16 * 2 + input % 2;
     }
 
     // Makes room for rows (outputs, inputs) that follow each other; `fill` packs a panel of them.
-    void shape(Arena& arena, int outputs_, int inputs_) {
-        outputs = outputs_, inputs = (int)rounded(inputs_, INPUTS);
-        weights = (W*)arena.get(rounded(outputs, PANEL) * inputs * sizeof(W));
+    // Behind each of its panels there is room for one of `joined` - 1 more matrices.
+    void shape(Arena& arena, int outputs_, int inputs_, int joined = 1) {
+        outputs = outputs_, inputs = (int)rounded(inputs_, INPUTS), stride = (int64_t)joined * PANEL * inputs;
+        weights = (W*)arena.get(panels() * stride * sizeof(W));
+    }
+    // Takes the room behind the panels of a matrix of the same size: both are read in one go.
+    void shape_behind(const Matrix& other) {
+        outputs = other.outputs, inputs = other.inputs, stride = other.stride;
+        weights = other.weights + PANEL * inputs;
     }
     void fill(int panel, const W* rows, int inputs_) {
         constexpr int together = sizeof(W) == 4 ? 1 : 2;  // inputs of an output that lie side by side
@@ -149,11 +156,17 @@ struct Matrix {
 };
 
 // Asks for both lines of an input's weights, or of a pair's, also where a block reads one of them: the
-// next block reads the other.
-template <class W>
+// next block reads the other. Many rows take so long for a line that the processor's own foresight ends;
+// few would wait for lines that come no further than the outer cache.
+template <int M, class W>
 static inline void ask_ahead(const W* w) {
-    _mm_prefetch((const char*)w + 2048, _MM_HINT_T0);
-    _mm_prefetch((const char*)w + 2112, _MM_HINT_T0);
+    if (M < 6) {
+        _mm_prefetch((const char*)w + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char*)w + AHEAD + 64, _MM_HINT_T0);
+    } else {
+        _mm_prefetch((const char*)w + 2 * AHEAD, _MM_HINT_T1);
+        _mm_prefetch((const char*)w + 2 * AHEAD + 64, _MM_HINT_T1);
+    }
 }
 
 // M rows times 16 * V outputs of a panel, by the processor's vectors.
@@ -162,7 +175,7 @@ static inline void block(const float* w, const float* x, int64_t ldx, int inputs
     F a[M][V], row[V];
     UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < V; v++) a[m][v] = all(0);
     for (int k = 0; k < inputs; k++, w += PANEL) {
-        ask_ahead(w);
+        ask_ahead<M>(w);
         UNROLL for (int v = 0; v < V; v++) row[v] = load(w + v * 16);
         UNROLL for (int m = 0; m < M; m++) {
             F b = all(x[m * ldx + k]);
@@ -198,7 +211,7 @@ static inline void block(const bf16* w, const X* x, int64_t ldx, int inputs, flo
     F a[M][V];
     UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < V; v++) a[m][v] = all(0);
     for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
-        ask_ahead(w);
+        ask_ahead<M>(w);
 #ifdef __AVX512BF16__
         __m512bh pair[V];
         UNROLL for (int v = 0; v < V; v++) pair[v] = (__m512bh)_mm512_loadu_si512(w + v * 32);
@@ -348,7 +361,7 @@ static inline void product(const Matrix<W>& matrix, int panel, const X* x, int64
                            bool is_far) {
     int first = 0, last = matrix.inputs;
     if (matrix.spans.size()) first = matrix.spans[panel].first, last = matrix.spans[panel].second;
-    const W* w = matrix.weights + (int64_t)panel * PANEL * matrix.inputs + (int64_t)first * PANEL;
+    const W* w = matrix.weights + panel * matrix.stride + (int64_t)first * PANEL;
     product(w, x + first, ldx, last - first, rows, y, is_far);
     if (matrix.bias) {
         F low = load(matrix.bias + panel * PANEL), high = load(matrix.bias + panel * PANEL + 16);

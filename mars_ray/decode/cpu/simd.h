@@ -127,12 +127,13 @@ static inline float exp_of(float x) {
     return a[0];
 }
 
-// Rows of 16 to columns of 16, in place.
-static inline void transpose(float a[LANES][LANES]) {
+// Sixteen rows of 64 bytes to columns of 32 bits: the i-th of all rows lie side by side at `to` + i *
+// `stride`.
+static inline void transpose(const void* const* from, float* to, int64_t stride) {
 #ifdef __AVX512F__
     // A row's quarters stay together until the last two rounds, which move whole quarters.
     __m512 r[LANES], t[LANES];
-    UNROLL for (int i = 0; i < LANES; i++) r[i] = _mm512_load_ps(a[i]);
+    UNROLL for (int i = 0; i < LANES; i++) r[i] = _mm512_loadu_ps(from[i]);
     UNROLL for (int i = 0; i < LANES; i += 2) {
         t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
         t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
@@ -149,14 +150,11 @@ static inline void transpose(float a[LANES][LANES]) {
             t[i + j + 4] = _mm512_shuffle_f32x4(r[i + j], r[i + j + 4], 0xdd);
         }
     UNROLL for (int j = 0; j < 8; j++) {
-        _mm512_store_ps(a[j], _mm512_shuffle_f32x4(t[j], t[j + 8], 0x88));
-        _mm512_store_ps(a[j + 8], _mm512_shuffle_f32x4(t[j], t[j + 8], 0xdd));
+        _mm512_storeu_ps(to + j * stride, _mm512_shuffle_f32x4(t[j], t[j + 8], 0x88));
+        _mm512_storeu_ps(to + (j + 8) * stride, _mm512_shuffle_f32x4(t[j], t[j + 8], 0xdd));
     }
 #else
     for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < i; j++) {
-            float x = a[i][j];
-            a[i][j] = a[j][i], a[j][i] = x;
-        }
+        for (int j = 0; j < LANES; j++) memcpy(to + j * stride + i, (const char*)from[i] + 4 * j, 4);
 #endif
 }

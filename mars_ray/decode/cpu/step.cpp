@@ -123,7 +123,12 @@ public:
 
     void set_matrix(int layer, int which, const void* rows, int outputs, int inputs, const float* bias) override {
         Matrix<W>& matrix = layer < 0 ? head_ : layers_[layer].matrix[which];
-        pack(arena_, matrix, (const W*)rows, outputs, inputs);
+        // A step reads each panel of gates and then its panel of values.
+        if (layer >= 0 && which == UP)
+            matrix.shape_behind(layers_[layer].matrix[GATE]);
+        else
+            matrix.shape(arena_, outputs, inputs, layer >= 0 && which == GATE ? 2 : 1);
+        pack(matrix, (const W*)rows, inputs);
         if (bias) matrix.bias = copy(bias, outputs);
     }
 
@@ -313,6 +318,9 @@ private:
 
     void pack(Arena& arena, Matrix<W>& matrix, const W* rows, int outputs, int inputs) {
         matrix.shape(arena, outputs, inputs);
+        pack(matrix, rows, inputs);
+    }
+    void pack(Matrix<W>& matrix, const W* rows, int inputs) {
         process_pool().run((int)s_.threads, [&](Worker& worker) {
             worker.phase(matrix.panels(), [&](int panel) { matrix.fill(panel, rows, inputs); });
         });
