@@ -291,6 +291,8 @@ def serve(
     # A cluster of this command's own would end with it.
     with Connection("auto") if detach else Connection() as cluster:
         cluster.open()
+        if detach:
+            cluster.check_lasting()
         with _saying("the replicas are starting"):
             url = start(job, alone=not detach and named_address() is None)
         if detach:

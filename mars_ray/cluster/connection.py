@@ -7,8 +7,11 @@ command is connected.
 
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mars_ray.cluster.machine import NODE_ENVIRONMENT, ask_for_token, end_haproxy, listens
@@ -18,6 +21,8 @@ from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import ConfigError
 
 _OWN = "local"
+# In the key-value store of a cluster that a command has started for itself.
+_OWN_KEY, _OWN_NAMESPACE = b"ends with its command", b"mars_ray"
 _ROUNDING = 1e-9  # of CPUs that are taken away in tenths
 _RAYS_TOKENS = "ray._private.authentication.authentication_token_setup"
 
@@ -64,11 +69,22 @@ class Connection:
                 "`mars-ray serve` has printed"
             )
         import ray
+        from ray._private.services import find_gcs_addresses
+        from ray.experimental.internal_kv import _internal_kv_put
 
-        try:
-            ray.init(
-                address=self._address, include_dashboard=None, log_to_driver=self._log_to_driver
+        if self._address == "auto" and len(found := find_gcs_addresses()) > 1:
+            raise ConfigError(
+                f"several Ray clusters run on this machine, at {', '.join(sorted(found))}: name "
+                "the one you mean with RAY_ADDRESS=HOST:PORT"
             )
+        try:
+            with _uninterrupted():
+                ray.init(
+                    address=self._address, include_dashboard=None, log_to_driver=self._log_to_driver
+                )
+                self._is_open = True
+                if self._address == _OWN:
+                    _internal_kv_put(_OWN_KEY, b"", namespace=_OWN_NAMESPACE)
         # ValueError: RAY_ADDRESS is not an address.
         except (ConnectionError, ValueError) as error:
             raise ConfigError(
@@ -76,7 +92,17 @@ class Connection:
                 "one you mean with RAY_ADDRESS=HOST:PORT, and RAY_AUTH_MODE=token if it asks for a "
                 "token; `mars-ray serve` says both of its own"
             ) from error
-        self._is_open = True
+
+    def check_lasting(self) -> None:
+        """Raises ConfigError if the cluster is another command's own, and ends with it."""
+        from ray.experimental.internal_kv import _internal_kv_exists
+
+        if _internal_kv_exists(_OWN_KEY, namespace=_OWN_NAMESPACE):
+            raise ConfigError(
+                "the Ray cluster that runs on this machine is another command's own and ends with "
+                "it: start one that stays, by `mars-ray cluster up` or `ray start --head`, and "
+                "name it with RAY_ADDRESS"
+            )
 
     def __exit__(self, *_: Any) -> None:
         if self._is_open:
@@ -87,6 +113,31 @@ class Connection:
             ray.shutdown()
             if node:
                 end_haproxy(node)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of this context: a connection that Ray has made in part crashes the
+    process. A second one acts at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, asked = signal.getsignal(signal.SIGINT), False
+
+    def on_signal(*_: Any) -> None:
+        nonlocal asked
+        if asked:
+            signal.signal(signal.SIGINT, before)
+            signal.raise_signal(signal.SIGINT)
+        asked = True
+
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if asked:
+            signal.raise_signal(signal.SIGINT)
 
 
 # Called before the first use of Ray: `Connection.open`, or `already` where it is connected.

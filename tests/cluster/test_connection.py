@@ -1,5 +1,6 @@
 """What a command makes of a job on a cluster of its own."""
 
+import signal
 import socket
 
 import pytest
@@ -80,3 +81,31 @@ def test_an_address_where_nothing_listens_is_told_at_once(monkeypatch):
         assert listens(f"127.0.0.1:{server.getsockname()[1]}")
         assert listens(f"ray://127.0.0.1:{server.getsockname()[1]}")
     assert listens("auto")
+
+
+def test_ctrl_c_while_ray_connects_waits_for_the_connection(monkeypatch):
+    """Guards a crash of the process, which Ray's half-made connection ends in."""
+    done = []
+
+    def init(**_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("connected")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr("ray.experimental.internal_kv._internal_kv_put", lambda *_, **__: None)
+    connection = Connection()
+    with pytest.raises(KeyboardInterrupt):
+        connection.open()
+    assert done == ["connected"]
+    assert connection._is_open
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_of_several_clusters_one_must_be_named(monkeypatch):
+    """Guards a service that is stopped, or started, on a cluster of somebody else."""
+    found = frozenset({"10.0.0.1:6379", "10.0.0.1:7000"})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: found)
+    with pytest.raises(ConfigError, match=r"at 10.0.0.1:6379, 10.0.0.1:7000: name the one"):
+        Connection("auto").open()
