@@ -43,6 +43,8 @@ from mars_ray.model.draft_adapter import DraftAdapter
 
 # Rows of a prompt whose log-probabilities are computed at once: the vocabulary is large.
 _PROMPT_ROWS = 32
+# In place of minus infinity, for which JSON has no number; OpenAI and vLLM say the same.
+_LEAST_LOGPROB = -9999.0
 
 # A sequence's rows, its outcome and the proposals of the masks behind that outcome.
 _Read = tuple[Rows, int, Proposals]
@@ -421,7 +423,10 @@ def _logprobs(tokens: tuple[int, ...], log_p_NV: Tensor, most: int) -> tuple[Tok
     return tuple(
         TokenLogprobs(logprob, tuple(zip(tokens, values, strict=True)))
         for (logprob,), tokens, values in zip(
-            chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+            chosen.clamp_min(_LEAST_LOGPROB).tolist(),
+            top.indices.tolist(),
+            top.values.clamp_min(_LEAST_LOGPROB).tolist(),
+            strict=True,
         )
     )
 
