@@ -161,6 +161,11 @@ class Masks:
         return min(self.sequence.branches, candidates) if self.count else 0
 
     @property
+    def is_told(self) -> bool:
+        """Whether events tell the proposals' log-probabilities: those of drafts are not told."""
+        return self.plan.measure is not None and self.sequence.request.logprobs is not None
+
+    @property
     def answer(self) -> list[int]:
         """The final tokens of the answer before them, without guesses."""
         sequence = self.sequence
@@ -175,7 +180,7 @@ class Proposals:
     tokens: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)  # see the plan's measure
     parents: list[int] = field(default_factory=list)  # of the tokens, which are a tree
-    log_p_NV: Tensor | None = None  # if the request asks for log-probabilities
+    log_p_NV: Tensor | None = None  # if `Masks.is_told`
 
 
 class Strategy(Protocol):

@@ -311,8 +311,7 @@ class CompiledBackend:
         """Each branch's tokens by the adapter's head, and their shares among the candidates; None
         if torch has to choose, as what is seldom is left to it. `rows` are those of `logits_MV`."""
         for each in masks:
-            request = each.sequence.request
-            if request.sampling.changes_logits or request.logprobs is not None or each.plan.measure:
+            if each.sequence.request.sampling.changes_logits or each.plan.measure:
                 return None
         adapter, some = self.adapter, [each for each in masks if each.count]
         assert adapter
