@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 # The engine counts as broken after this many consecutive failed steps.
 _MOST_FAILED_STEPS = 3
+# A check of every page holds up this process: tens of milliseconds for a large cache.
+_CHECK_EVERY_S = 60.0
 
 
 class AsyncEngine(EngineThread):
@@ -54,6 +56,7 @@ class AsyncEngine(EngineThread):
         self._listeners: dict[str, Deliver] = {}
         self._undelivered: list[tuple[Deliver, TokenEvent]] = []
         self._is_unchecked = True  # no integrity check since the last step
+        self._next_check_s = 0.0  # not before this time
         self._failed_steps = 0  # since the last step that succeeded
         self._discarded_tokens = 0  # of events that nobody has read
         self._stopping = False
@@ -199,14 +202,19 @@ class AsyncEngine(EngineThread):
         """Execute all waiting commands; without work, wait for one."""
         if not self._engine.has_work:
             self._deliver()
-            if self._is_unchecked:
-                # Once only: it checks every page, and an idle engine is polled for numbers often.
-                self._engine.check_integrity()
-                self._is_unchecked = False
+            self._check()
             self._commands.get()()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._commands.get_nowait()()
+
+    def _check(self) -> None:
+        """Assert what must hold without work; of every page seldom, and while nobody waits."""
+        self._engine.check_idle()
+        now_s = time.monotonic()
+        if self._is_unchecked and now_s >= self._next_check_s and self._commands.empty():
+            self._engine.check_integrity()
+            self._is_unchecked, self._next_check_s = False, now_s + _CHECK_EVERY_S
 
     def _step(self) -> None:
         self._is_unchecked = True

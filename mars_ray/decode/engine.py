@@ -393,8 +393,13 @@ class Engine:
             event = replace(event, logprobs=_logprobs(event.tokens, log_p_NV, asked))
         return event
 
+    def check_idle(self) -> None:
+        """Assert, by counts alone, that the requests that were here have left nothing behind."""
+        counts = self.running, self.waiting, self.pool.in_use
+        assert not any(counts), f"sequences that run and wait, and pages in use: {counts}, not 0"
+
     def check_integrity(self) -> None:
-        """Assert the invariants that hold between steps."""
+        """Assert the invariants that hold between steps; this looks at every page."""
         self._scheduler.check()
         here = {sequence.request.id for sequence in self._scheduler.all()}
         assert here == set(self._sequences), "a request is lost or left over"
