@@ -374,9 +374,9 @@ class Engine:
             sequence.lowest_threshold = min(sequence.lowest_threshold, sequence.threshold)
             if isinstance(quality, Budget):
                 self.thresholds.observe(quality, len(kept), sequence.disagreed - disagreed)
-        # Which adapter's drafts or masks the forward had.
+        # Which adapter's masks the forward had; drafts that are not theirs are no adapter's.
         name = self.adapter_name
-        if name and (plan.drafts or plan.masks) and name not in sequence.adapters[-1:]:
+        if name and plan.masks and name not in sequence.adapters[-1:]:
             sequence.adapters.append(name)
         if not plan.drafts:
             sequence.adapter = self.adapter_name
