@@ -39,6 +39,11 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
+def compiler_flags(instructions: str) -> list[str]:
+    """What the compiler is told besides the source."""
+    return [*_COMMON, *_EXACT, *INSTRUCTION_SETS[instructions]]
+
+
 def build(instructions: str, to: Path) -> None:
     """Compile one library: some seconds. Raises NoLibraryError."""
     path = compiler()
@@ -46,9 +51,8 @@ def build(instructions: str, to: Path) -> None:
         raise NoLibraryError("there is no C++ compiler: install g++, or a wheel of mars-ray")
     # Renamed when it is whole: another process may look for it at the same time.
     part = to.with_suffix(f".{os.getpid()}")
-    flags = [*_COMMON, *_EXACT, *INSTRUCTION_SETS[instructions]]
     done = subprocess.run(
-        [path, *flags, str(SOURCES / "step.cpp"), "-o", str(part)],
+        [path, *compiler_flags(instructions), str(SOURCES / "step.cpp"), "-o", str(part)],
         capture_output=True,
         text=True,
         check=False,
