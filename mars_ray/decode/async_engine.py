@@ -130,10 +130,11 @@ class AsyncEngine(EngineThread):
     async def use_adapter(self, name: str | None) -> None:
         """Let the adapter made ready last make drafts from the next step on; with None, the model
         itself, if it was trained to. Raises ModelError, and then nothing has changed."""
-        ready, self._adapter = self._adapter, None
+        ready = self._adapter
         adapter = ready[1] if ready and ready[0] == name else None
         if name is not None and adapter is None:
             raise ModelError(f"draft adapter {name} is not ready: load it first")
+        self._adapter = None
         # Set just before the engine is asked. Requests submitted earlier reach it first, with
         # drafts; requests submitted later are in a form that the next step can decode.
         self._has_masks = adapter is not None or self._engine.drafts_itself
