@@ -34,7 +34,7 @@ from mars_ray.config.modes import (
     Mode,
     VerifiedMode,
 )
-from mars_ray.core.acceptance import Measure
+from mars_ray.core.acceptance import Measure, passes
 from mars_ray.core.thresholds import Budget
 from mars_ray.core.tree import (
     chain,
@@ -225,11 +225,9 @@ class Confidence(Strategy):
     ) -> list[int]:
         """Commit the row's own token, and the proposals before the first that does not pass."""
         sequence.cached = sequence.committed
-        threshold, falls = sequence.threshold, plan.measure == "entropy"
-        passed = takewhile(
-            lambda number: number <= threshold if falls else number >= threshold,
-            proposals.confidences,
-        )
+        threshold, measure = sequence.threshold, plan.measure
+        assert measure
+        passed = takewhile(lambda number: passes(number, threshold, measure), proposals.confidences)
         return [rows.best[0], *proposals.tokens[: sum(1 for _ in passed)]]
 
     def _plan(self, sequence: Sequence, masks: int) -> Plan:
