@@ -13,8 +13,8 @@ SOURCE_FILES = ("step.cpp", "simd.h", "pool.h", "product.h", "attention.h", "sam
 _COMMON = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 # A product is fused with a sum only where the source says so.
 _EXACT = ("-ffp-contract=off", "-fno-fast-math")
-_AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512cd")
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _BFLOAT16 = (*_AVX512, "-mavx512bf16")
 # The compiler's flags by instruction set, the best first.
 INSTRUCTION_SETS = {

@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 _FLAGS = {
     "-mavx2": "avx2",
     "-mfma": "fma",
-    "-mf16c": "f16c",
     "-mavx512bf16": "avx512_bf16",
     "-mamx-tile": "amx_tile",
     "-mamx-bf16": "amx_bf16",
