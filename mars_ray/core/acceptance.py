@@ -35,11 +35,9 @@ def confidence(logits_NV: Tensor, measure: Measure) -> Tensor:
             return -(log_p_NV.exp() * log_p_NV.clamp_min(-1e30)).sum(dim=-1)
 
 
-def passes(confidence_N: Tensor, threshold: float, measure: Measure) -> Tensor:
-    """Whether each proposal is confident enough, bool (N,); entropy passes at or below."""
-    if measure == "entropy":
-        return confidence_N <= threshold
-    return confidence_N >= threshold
+def passes(number: float, threshold: float, measure: Measure) -> bool:
+    """Whether a proposal is confident enough; entropy passes at or below."""
+    return number <= threshold if measure == "entropy" else number >= threshold
 
 
 def acceptance_counts(layout: Layout, predicted_BR: Tensor, depths: int) -> Tensor:

@@ -108,15 +108,14 @@ class Prospects:
         self,
         worth: Sequence[float],
         price: float,
-        lasting: float = 1.0,
-        mask_price: float | None = None,
+        lasting: float,
+        mask_price: float,
     ) -> None:
         """`worth` is, by depth, the gain of a mask in the next step if its outcome occurs, less
         the price of checking its draft; it falls with depth. `lasting` is the share of the masks'
-        gain that remains in steps that also check drafts. A draft costs `price`, and so does a mask
-        unless it has a price of its own."""
-        self.price = price
-        self._mask_price = mask_price = price if mask_price is None else mask_price
+        gain that remains in steps that also check drafts. A draft costs `price`, a mask
+        `mask_price`."""
+        self.price, self._mask_price = price, mask_price
         self._falling = [-value for value in worth]
         self._brought = list(accumulate(worth, initial=0.0))
         count = bisect_left(self._falling, -mask_price)
@@ -138,16 +137,15 @@ def best_choice(
     accept: Sequence[float],
     rooms: Sequence[int],
     prospects: Prospects,
-    groups: int | None = None,
-    parents: Sequence[int] | None = None,
+    groups: int | None,
+    parents: Sequence[int],
 ) -> Choice:
     """The choice with the largest net gain; it checks the drafts that are likeliest to be reached.
 
-    `accept` is the probability that each draft is accepted if its parent is; without `parents` the
-    drafts are a chain. `rooms` is the most masks allowed behind each node (`core.tree`). At most
-    `groups` outcomes have masks, always including that of the last draft.
+    `accept` is the probability that each draft is accepted if its parent is, `rooms` the most masks
+    allowed behind each node (`core.tree`). At most `groups` outcomes have masks, always including
+    that of the last draft; with None, any number.
     """
-    parents = chain(len(accept)) if parents is None else parents
     reached = reaches_of(parents, accept)
     # A draft not worth a row is left out, and so is what follows it; the gain of masks only falls.
     order = [node for node in range(1, len(reached)) if reached[node] > prospects.price]
@@ -185,15 +183,13 @@ _ROUNDING = 1e-6
 
 
 def likeliest_outcomes(
-    probabilities: Sequence[float], count: int, parents: Sequence[int] | None = None
+    probabilities: Sequence[float], count: int, parents: Sequence[int]
 ) -> list[int]:
     """At most `count` of the nodes where the step may end, the likeliest first.
 
-    `probabilities` says how likely each of the K drafts is accepted if its parent is. Without
-    `parents` the drafts are a chain, and a node is the number of drafts accepted. Ties go to the
-    larger node.
+    `probabilities` says how likely each of the K drafts is accepted if its parent is. Ties go to
+    the larger node.
     """
-    parents = chain(len(probabilities)) if parents is None else parents
     ending = [1.0] * (len(parents) + 1)  # how likely no child of a node is accepted
     for parent, probability in zip(parents, probabilities, strict=True):
         ending[parent] -= probability

@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 # The engine counts as broken after this many consecutive failed steps.
 _MOST_FAILED_STEPS = 3
+# A check of every page holds up this process: tens of milliseconds for a large cache.
+_CHECK_EVERY_S = 60.0
 
 
 class AsyncEngine(EngineThread):
@@ -54,6 +56,7 @@ class AsyncEngine(EngineThread):
         self._listeners: dict[str, Deliver] = {}
         self._undelivered: list[tuple[Deliver, TokenEvent]] = []
         self._is_unchecked = True  # no integrity check since the last step
+        self._next_check_s = 0.0  # not before this time
         self._failed_steps = 0  # since the last step that succeeded
         self._discarded_tokens = 0  # of events that nobody has read
         self._stopping = False
@@ -127,10 +130,11 @@ class AsyncEngine(EngineThread):
     async def use_adapter(self, name: str | None) -> None:
         """Let the adapter made ready last make drafts from the next step on; with None, the model
         itself, if it was trained to. Raises ModelError, and then nothing has changed."""
-        ready, self._adapter = self._adapter, None
+        ready = self._adapter
         adapter = ready[1] if ready and ready[0] == name else None
         if name is not None and adapter is None:
             raise ModelError(f"draft adapter {name} is not ready: load it first")
+        self._adapter = None
         # Set just before the engine is asked. Requests submitted earlier reach it first, with
         # drafts; requests submitted later are in a form that the next step can decode.
         self._has_masks = adapter is not None or self._engine.drafts_itself
@@ -199,14 +203,19 @@ class AsyncEngine(EngineThread):
         """Execute all waiting commands; without work, wait for one."""
         if not self._engine.has_work:
             self._deliver()
-            if self._is_unchecked:
-                # Once only: it checks every page, and an idle engine is polled for numbers often.
-                self._engine.check_integrity()
-                self._is_unchecked = False
+            self._check()
             self._commands.get()()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._commands.get_nowait()()
+
+    def _check(self) -> None:
+        """Assert what must hold without work; of every page seldom, and while nobody waits."""
+        self._engine.check_idle()
+        now_s = time.monotonic()
+        if self._is_unchecked and now_s >= self._next_check_s and self._commands.empty():
+            self._engine.check_integrity()
+            self._is_unchecked, self._next_check_s = False, now_s + _CHECK_EVERY_S
 
     def _step(self) -> None:
         self._is_unchecked = True

@@ -32,7 +32,6 @@ from mars_ray.core.tree import (
     Choice,
     Prospects,
     best_choice,
-    chain,
     children_of,
     depths_of,
     first_chain,
@@ -88,12 +87,10 @@ class DraftStats:
         self,
         confidences: abc.Sequence[float],
         outcome: int,
-        parents: abc.Sequence[int] | None = None,
+        parents: abc.Sequence[int],
     ) -> None:
-        """Learn from a verification that ended at a node; the drafts are a chain unless parents are
-        given. Drafts behind rejected ones tell nothing, nor those of confidence 0, which no mask
-        proposed."""
-        parents = chain(len(confidences)) if parents is None else parents
+        """Learn from a verification that ended at a node. Drafts behind rejected ones tell nothing,
+        nor those of confidence 0, which no mask proposed."""
         reached = {0, *path_to(parents, outcome)}
         for node, (parent, confidence) in enumerate(zip(parents, confidences, strict=True), 1):
             if confidence and parent in reached:
@@ -111,22 +108,20 @@ class DraftStats:
         accept: abc.Sequence[float],
         choice: Choice,
         prospects: Prospects,
-        parents: abc.Sequence[int] | None = None,
-        matches: abc.Sequence[Match | None] | None = None,
+        parents: abc.Sequence[int],
+        matches: abc.Sequence[Match | None],
     ) -> None:
-        """Learn from a sequence's new drafts, a chain unless parents are given: from how likely
-        each is accepted, and from the choice made of them. Masks have not brought what was looked
-        up, or would have been: it has a match."""
-        parents = chain(len(accept)) if parents is None else parents
+        """Learn from a sequence's new drafts: from how likely each is accepted, and from the choice
+        made of them. Masks have not brought what was looked up, or would have been: it has a
+        match."""
         survivals, depths = reaches_of(parents, accept)[1:], depths_of(parents)[1:]
         alone = sum(max(0.0, survival - prospects.price) for survival in survivals)
         if prospects.gain > 0:
             lasting = (choice.value - alone) / prospects.gain
             self.lasting += (1 - _COUNT_DECAY) * (lasting - self.lasting)
-        found = matches or [None] * len(depths)
         made = [
             (depth, survival)
-            for depth, survival, match in zip(depths, survivals, found, strict=True)
+            for depth, survival, match in zip(depths, survivals, matches, strict=True)
             if not match
         ]
         seen = min(max(depths, default=0), len(self._made))

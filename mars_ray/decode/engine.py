@@ -18,6 +18,7 @@ from mars_ray.core.step_cost import CONTEXT, StepCost
 from mars_ray.core.thresholds import Budget, Thresholds
 from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.backend import backend_of, runner_of
+from mars_ray.decode.cpu.backend import CompiledBackend
 from mars_ray.decode.drafts import DraftControl
 from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.kv_cache import PagedCache, PagePool, moved_places, page_count, sized
@@ -43,6 +44,8 @@ from mars_ray.model.draft_adapter import DraftAdapter
 
 # Rows of a prompt whose log-probabilities are computed at once: the vocabulary is large.
 _PROMPT_ROWS = 32
+# In place of minus infinity, for which JSON has no number; OpenAI and vLLM say the same.
+_LEAST_LOGPROB = -9999.0
 
 # A sequence's rows, its outcome and the proposals of the masks behind that outcome.
 _Read = tuple[Rows, int, Proposals]
@@ -129,15 +132,16 @@ class Engine:
     @cached_property
     def info(self) -> EngineInfo:
         """The engine's dtype, device, attention backend and cache."""
-        device = self.model.device
+        device, backend = self.model.device, self._backend
+        is_compiled = isinstance(backend, CompiledBackend)
         return EngineInfo(
             engine="mars-ray",
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            attention=self._backend.name,
-            instructions=self._backend.instructions,
-            threads=torch.get_num_threads(),
-            cache_bytes=self._backend.cache.bytes,
+            attention=backend.name,
+            instructions=backend.instructions,
+            threads=backend.threads if is_compiled else torch.get_num_threads(),
+            cache_bytes=backend.cache.bytes,
             cache_tokens=self.pool.count * self.config.page_size,
         )
 
@@ -370,9 +374,9 @@ class Engine:
             sequence.lowest_threshold = min(sequence.lowest_threshold, sequence.threshold)
             if isinstance(quality, Budget):
                 self.thresholds.observe(quality, len(kept), sequence.disagreed - disagreed)
-        # Which adapter's drafts or masks the forward had.
+        # Which adapter's masks the forward had; drafts that are not theirs are no adapter's.
         name = self.adapter_name
-        if name and (plan.drafts or plan.masks) and name not in sequence.adapters[-1:]:
+        if name and plan.masks and name not in sequence.adapters[-1:]:
             sequence.adapters.append(name)
         if not plan.drafts:
             sequence.adapter = self.adapter_name
@@ -391,8 +395,13 @@ class Engine:
             event = replace(event, logprobs=_logprobs(event.tokens, log_p_NV, asked))
         return event
 
+    def check_idle(self) -> None:
+        """Assert, by counts alone, that the requests that were here have left nothing behind."""
+        counts = self.running, self.waiting, self.pool.in_use
+        assert not any(counts), f"sequences that run and wait, and pages in use: {counts}, not 0"
+
     def check_integrity(self) -> None:
-        """Assert the invariants that hold between steps."""
+        """Assert the invariants that hold between steps; this looks at every page."""
         self._scheduler.check()
         here = {sequence.request.id for sequence in self._scheduler.all()}
         assert here == set(self._sequences), "a request is lost or left over"
@@ -421,7 +430,10 @@ def _logprobs(tokens: tuple[int, ...], log_p_NV: Tensor, most: int) -> tuple[Tok
     return tuple(
         TokenLogprobs(logprob, tuple(zip(tokens, values, strict=True)))
         for (logprob,), tokens, values in zip(
-            chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+            chosen.clamp_min(_LEAST_LOGPROB).tolist(),
+            top.indices.tolist(),
+            top.values.clamp_min(_LEAST_LOGPROB).tolist(),
+            strict=True,
         )
     )
 

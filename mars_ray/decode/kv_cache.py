@@ -16,6 +16,7 @@ import logging
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
@@ -144,9 +145,11 @@ class PagedCache:
         # The same memory, a row for each page.
         self.pages = [layer.view(pages, -1) for layer in self.layers]
 
-        # Row r of the windows over this line hides the places behind place (places - 1 - r).
-        hidden = torch.full((len(self.layers[0]),), -torch.inf, device=device, dtype=dtype)
-        self._line = torch.cat([torch.zeros_like(hidden), hidden])
+    @cached_property
+    def _line(self) -> Tensor:
+        """Row r of the windows over it hides the places behind place (places - 1 - r)."""
+        seen = self._all.new_zeros(self._all.shape[1])
+        return torch.cat([seen, torch.full_like(seen, -torch.inf)])
 
     def causal(self, index_X: Tensor, places: int) -> Tensor:
         """The bias that attention adds to the scores of rows at these places, (X, places)."""

@@ -303,9 +303,7 @@ def _proposals(
 
 
 def _log_p(logits_MV: Tensor, masks: Masks) -> Tensor | None:
-    if masks.sequence.request.logprobs is None:
-        return None
-    return logits_MV[masks.own].log_softmax(dim=-1)
+    return logits_MV[masks.own].log_softmax(dim=-1) if masks.is_told else None
 
 
 class _Drafts:
@@ -405,7 +403,7 @@ class _Drafts:
         depth, noted = before_XD.shape[1] - 1, set()
         for place, index in enumerate(members):
             each = self._masks[index]
-            if each.sequence.request.logprobs is not None and index not in noted:
+            if each.is_told and index not in noted:
                 row_V = self._logits_MV[each.own.start + depth]
                 row_V.scatter_(0, candidate_XC[place], logits_XC[place])
                 noted.add(index)  # only for the first branch

@@ -197,7 +197,7 @@ class Scheduler:
         rows = len(sequence.drafts) + sequence.masks
         needed = self._pages_for(sequence.committed + rows)
         if needed - len(shared) > self._pool.available and self._running:
-            self._pool.release(shared)
+            self._pool.release(reversed(shared))  # as in `_free`
             return False
         sequence.pages, sequence.published = shared, len(shared)
         sequence.cached = len(shared) * self._config.page_size

@@ -34,7 +34,7 @@ from mars_ray.config.modes import (
     Mode,
     VerifiedMode,
 )
-from mars_ray.core.acceptance import Measure
+from mars_ray.core.acceptance import Measure, passes
 from mars_ray.core.thresholds import Budget
 from mars_ray.core.tree import (
     chain,
@@ -161,6 +161,11 @@ class Masks:
         return min(self.sequence.branches, candidates) if self.count else 0
 
     @property
+    def is_told(self) -> bool:
+        """Whether events tell the proposals' log-probabilities: those of drafts are not told."""
+        return self.plan.measure is not None and self.sequence.request.logprobs is not None
+
+    @property
     def answer(self) -> list[int]:
         """The final tokens of the answer before them, without guesses."""
         sequence = self.sequence
@@ -175,7 +180,7 @@ class Proposals:
     tokens: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)  # see the plan's measure
     parents: list[int] = field(default_factory=list)  # of the tokens, which are a tree
-    log_p_NV: Tensor | None = None  # if the request asks for log-probabilities
+    log_p_NV: Tensor | None = None  # if `Masks.is_told`
 
 
 class Strategy(Protocol):
@@ -220,11 +225,9 @@ class Confidence(Strategy):
     ) -> list[int]:
         """Commit the row's own token, and the proposals before the first that does not pass."""
         sequence.cached = sequence.committed
-        threshold, falls = sequence.threshold, plan.measure == "entropy"
-        passed = takewhile(
-            lambda number: number <= threshold if falls else number >= threshold,
-            proposals.confidences,
-        )
+        threshold, measure = sequence.threshold, plan.measure
+        assert measure
+        passed = takewhile(lambda number: passes(number, threshold, measure), proposals.confidences)
         return [rows.best[0], *proposals.tokens[: sum(1 for _ in passed)]]
 
     def _plan(self, sequence: Sequence, masks: int) -> Plan:

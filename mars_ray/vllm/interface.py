@@ -48,6 +48,7 @@ METHODS: dict[tuple[Any, str], tuple[str, ...]] = {
         "replace_to",
     ),
     (SamplingParams, "_validate_spec_decode"): ("speculative_config",),
+    (GPUModelRunner, "_update_states"): ("scheduler_output",),
     (GPUModelRunner, "_prepare_inputs"): ("scheduler_output", "num_scheduled_tokens"),
     (GPUModelRunner, "_model_forward"): (
         "input_ids",

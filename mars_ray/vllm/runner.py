@@ -1,5 +1,6 @@
-"""vLLM's V1 model runner, extended where its proposer is MARS's: five methods.
+"""vLLM's V1 model runner, extended where its proposer is MARS's: six methods.
 
+`_update_states`    forgets requests that have ended, also in steps without tokens
 `_prepare_inputs`   notes which rows are masks
 `_model_forward`    lets the adapter act on them (or embeds the mask token) during the forward
 `_sample`           keeps masks from the sampler: it sees tokens and drafts, as of any speculation
@@ -52,6 +53,12 @@ class _Metadata(SamplingMetadata):
     spenders: tuple[Spender, ...] = ()
 
 
+def _update_states(original: _Method, runner: Any, scheduler_output: Any) -> Any:
+    # An id may end and begin again in the same step.
+    runner.drafter.ended(scheduler_output.finished_req_ids)
+    return original(runner, scheduler_output)
+
+
 def _prepare_inputs(
     original: _Method, runner: Any, scheduler_output: Any, num_scheduled_tokens: Any
 ) -> Any:
@@ -63,8 +70,6 @@ def _prepare_inputs(
         scheduler_output.scheduled_spec_decode_tokens,
         runner.drafter.most_masks,
     )
-    # An id may end and begin again in the same step.
-    runner.drafter.ended(scheduler_output.finished_req_ids)
     runner.drafter.begin(requests, layout)
     return prepared
 
@@ -207,6 +212,7 @@ def _always_fits(original: _Method, runner: Any, common_attn_metadata: Any) -> b
 
 
 _OWN: dict[str, _Method] = {
+    "_update_states": _update_states,
     "_prepare_inputs": _prepare_inputs,
     "_model_forward": _model_forward,
     "_sample": _sample,

@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.core.tree import Choice, Prospects, best_choice
+from mars_ray.core.tree import Choice, Prospects, best_choice, chain
 
 PROBABILITY = st.floats(0, 1)
+
+
+def chain_choice(
+    accept: list[float], rooms: list[int], prospects: Prospects, groups: int | None = None
+) -> Choice:
+    return best_choice(accept, rooms, prospects, groups, chain(len(accept)))
 
 
 def value(choice: Choice, accept: list[float], prospects: Prospects, worth: list[float]) -> float:
@@ -37,8 +43,8 @@ def value(choice: Choice, accept: list[float], prospects: Prospects, worth: list
 def test_no_other_choice_is_better(accept, worth, price, lasting, rooms, groups):
     """All drafts and masks that there may be, one by one."""
     rooms = rooms[: len(accept) + 1]
-    prospects = Prospects(worth, price, lasting)
-    best = best_choice(accept, rooms, prospects, groups)
+    prospects = Prospects(worth, price, lasting, price)
+    best = chain_choice(accept, rooms, prospects, groups)
     assert all(masks <= room for masks, room in zip(best.masks, rooms, strict=False))
     others = [
         value(Choice(count, masks), accept, prospects, worth)
@@ -54,11 +60,14 @@ def test_a_doubtful_draft_is_left_out():
     """Though likely accepted: rejected, it would end the step where no masks are."""
     rooms = [4] * 3
     accept = [0.99, 0.6]
-    dear, cheap = Prospects([0.6, 0.5, 0.4, 0.3], 0.3), Prospects([0.8, 0.7, 0.6, 0.5], 0.1)
-    assert best_choice(accept, rooms, dear) == Choice(1, (0, 3))
-    assert best_choice(accept, rooms, cheap) == Choice(2, (0, 4, 4))
+    dear, cheap = (
+        Prospects([0.6, 0.5, 0.4, 0.3], 0.3, 1.0, 0.3),
+        Prospects([0.8, 0.7, 0.6, 0.5], 0.1, 1.0, 0.1),
+    )
+    assert chain_choice(accept, rooms, dear) == Choice(1, (0, 3))
+    assert chain_choice(accept, rooms, cheap) == Choice(2, (0, 4, 4))
     # Without masks there is nothing to lose.
-    assert best_choice(accept, [0, 0, 0], dear) == Choice(2, (0, 0, 0))
+    assert chain_choice(accept, [0, 0, 0], dear) == Choice(2, (0, 0, 0))
 
 
 def test_masks_that_do_not_last_are_still_worth_having():
@@ -67,7 +76,7 @@ def test_masks_that_do_not_last_are_still_worth_having():
     Then every other step has drafts: what masks bring is shared by two steps, and so is their
     price. Behind a doubtful outcome they are worth less.
     """
-    lasting, not_lasting = (Prospects([0.5, 0.4], 0.3, share) for share in (1.0, 0.0))
+    lasting, not_lasting = (Prospects([0.5, 0.4], 0.3, share, 0.3) for share in (1.0, 0.0))
     assert lasting.masks(1.0, 2) == (2, pytest.approx(0.3))
     assert not_lasting.masks(1.0, 2) == (2, pytest.approx(0.15))
     assert [prospects.masks(0.7, 2)[0] for prospects in (lasting, not_lasting)] == [1, 0]
@@ -76,19 +85,19 @@ def test_masks_that_do_not_last_are_still_worth_having():
 def test_rows_by_their_price():
     """Free rows are all used, dear ones not at all."""
     worth, rooms = [0.6, 0.2], [2, 2]
-    assert best_choice([0.5], rooms, Prospects(worth, 0.0)) == Choice(1, (2, 2))
-    assert best_choice([0.5], rooms, Prospects(worth, 1.0)) == Choice(0, (0,))
-    assert best_choice([], [2], Prospects(worth, 0.3)) == Choice(0, (1,))
-    assert best_choice([], [2], Prospects(worth, 0.7)) == Choice(0, (0,))
+    assert chain_choice([0.5], rooms, Prospects(worth, 0.0, 1.0, 0.0)) == Choice(1, (2, 2))
+    assert chain_choice([0.5], rooms, Prospects(worth, 1.0, 1.0, 1.0)) == Choice(0, (0,))
+    assert chain_choice([], [2], Prospects(worth, 0.3, 1.0, 0.3)) == Choice(0, (1,))
+    assert chain_choice([], [2], Prospects(worth, 0.7, 1.0, 0.7)) == Choice(0, (0,))
 
 
 def test_no_more_groups_than_asked_for():
     """Those that bring most."""
     accept, rooms = [0.6, 0.6], [2, 2, 2]
-    prospects = Prospects([0.9, 0.8], 0.01)
-    assert best_choice(accept, rooms, prospects) == Choice(2, (2, 2, 2))
+    prospects = Prospects([0.9, 0.8], 0.01, 1.0, 0.01)
+    assert chain_choice(accept, rooms, prospects) == Choice(2, (2, 2, 2))
     for groups in (1, 2):
-        masks = best_choice(accept, rooms, prospects, groups).masks
+        masks = chain_choice(accept, rooms, prospects, groups).masks
         assert sum(count > 0 for count in masks) <= groups
         assert masks[-1] == 2
-    assert best_choice(accept, rooms, prospects, 2) == Choice(1, (2, 2))
+    assert chain_choice(accept, rooms, prospects, 2) == Choice(1, (2, 2))

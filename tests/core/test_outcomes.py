@@ -2,7 +2,7 @@
 
 import pytest
 
-from mars_ray.core.tree import likeliest_outcomes
+from mars_ray.core.tree import chain, likeliest_outcomes
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from mars_ray.core.tree import likeliest_outcomes
 )
 def test_by_hand(probabilities, count, expected):
     """The draft after a doubtful one is rarely reached, however sure it is itself."""
-    assert likeliest_outcomes(probabilities, count) == expected
+    assert likeliest_outcomes(probabilities, count, chain(len(probabilities))) == expected

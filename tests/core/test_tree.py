@@ -79,13 +79,13 @@ WORTH = st.lists(st.floats(0, 1), min_size=3, max_size=3).map(lambda r: sorted(r
 )
 def test_a_chain_is_chosen_as_ever(accept, worth, price, lasting, rooms, groups):
     """As many of its first drafts as bring most; nodes are counts."""
-    prospects = Prospects(worth, price, lasting)
-    choice = best_choice(accept, rooms[: len(accept) + 1], prospects, groups)
+    prospects = Prospects(worth, price, lasting, price)
+    choice = best_choice(accept, rooms[: len(accept) + 1], prospects, groups, chain(len(accept)))
     count, value = chain_choice(accept, rooms, prospects, groups)
     assert choice.value == pytest.approx(value, abs=1e-9)
     assert choice.nodes == tuple(range(1, choice.drafts + 1))
     if choice.drafts != count:
-        shorter = best_choice(accept[:count], rooms[: count + 1], prospects, groups)
+        shorter = best_choice(accept[:count], rooms[: count + 1], prospects, groups, chain(count))
         assert shorter.value == pytest.approx(value, abs=1e-9)
 
 
@@ -112,7 +112,7 @@ def test_a_tree_is_chosen_whole(splits, worth, price, groups):
     """No draft without its parent, none that is not worth a row; the value is that of the rows."""
     parents = [parent % (node + 1) for node, (parent, _) in enumerate(splits)]
     accept = [probability for _, probability in splits]
-    prospects = Prospects(worth, price)
+    prospects = Prospects(worth, price, 1.0, price)
     choice = best_choice(accept, [3] * (len(accept) + 1), prospects, groups, parents)
     assert all(parents[node - 1] in (0, *choice.nodes) for node in choice.nodes)
     assert all(reaches_of(parents, accept)[node] > price for node in choice.nodes)
@@ -120,18 +120,18 @@ def test_a_tree_is_chosen_whole(splits, worth, price, groups):
     assert choice.value == pytest.approx(
         tree_value(choice, accept, parents, prospects, worth), abs=1e-9
     )
-    assert choice.value >= best_choice([], [3], prospects, groups).value
+    assert choice.value >= best_choice([], [3], prospects, groups, []).value
 
 
 def test_an_alternative_is_chosen_if_it_pays():
     """The second first draft is worth its row, what follows it is not; masks stand behind both."""
     accept, parents = [0.6, 0.5, 0.3, 0.1], fan(2, 2)
-    choice = best_choice(accept, [2] * 5, Prospects([0.9, 0.6], 0.1), None, parents)
+    choice = best_choice(accept, [2] * 5, Prospects([0.9, 0.6], 0.1, 1.0, 0.1), None, parents)
     assert choice == Choice(3, (0, 2, 2, 2), nodes=(1, 2, 3))
-    alone = best_choice(accept[:2], [2] * 3, Prospects([0.9, 0.6], 0.1))
+    alone = best_choice(accept[:2], [2] * 3, Prospects([0.9, 0.6], 0.1, 1.0, 0.1), None, [0, 1])
     assert choice.value > alone.value
     # Dear rows: masks alone bring more, for no draft ends the step elsewhere.
-    dear = Prospects([0.9, 0.6], 0.35)
+    dear = Prospects([0.9, 0.6], 0.35, 1.0, 0.35)
     assert best_choice(accept, [2] * 5, dear, None, parents) == Choice(0, (2,))
 
 
@@ -147,8 +147,9 @@ def test_every_child_on_the_way_was_checked():
 def test_a_mask_makes_a_draft_in_every_branch():
     """Its worth is that of all of them."""
     known = DraftStats(2)
-    prospects = Prospects(known.worth(0.1), 0.1)
+    prospects = Prospects(known.worth(0.1), 0.1, 1.0, 0.1)
     for _ in range(2000):
-        known.observe_drafts([0.65, 0.5, 0.25, 0.9], Choice(0, (0,)), prospects, fan(2, 2))
+        likely, nothing = [0.65, 0.5, 0.25, 0.9], Choice(0, (0,))
+        known.observe_drafts(likely, nothing, prospects, fan(2, 2), [None] * 4)
     assert known.worth(0.0) == pytest.approx([0.65 + 0.25, 0.35 + 0.25], abs=0.01)
     assert known.worth(0.3) == pytest.approx([0.35, 0.05], abs=0.01)

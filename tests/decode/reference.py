@@ -243,8 +243,8 @@ def _block_cached(run: _Run, mode: BlockCachedMode) -> list[int]:
 def _confident(run: _Run, mode: ConfidenceMode | BlockCachedMode, masks: int) -> list[int]:
     rows = run.rows([], [(0, masks)])
     tokens, confidences = _proposed(run, rows, slice(1, 1 + masks), [rows.tokens[0]], mode.measure)
-    passed = passes(torch.tensor(confidences), mode.threshold, mode.measure)
-    return [rows.tokens[0], *tokens[: accepted_prefix(passed)]]
+    passed = [passes(number, mode.threshold, mode.measure) for number in confidences]
+    return [rows.tokens[0], *tokens[: accepted_prefix(torch.tensor(passed))]]
 
 
 def _proposed(

@@ -12,6 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
+from mars_ray.decode import sampler
 from mars_ray.decode.adapter import Gated, Last, fused
 from mars_ray.decode.attention.dense import DenseAttention, Group
 from mars_ray.decode.engine import Engine, generate_all
@@ -164,6 +165,21 @@ def test_logprobs_of_what_the_head_says(model):
     for (_, own), (_, other) in zip(found["verified"], found["exact"], strict=True):
         assert own.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert all(own.top[0] == (token, own.logprob) for token, own in found["bold"])
+
+
+def test_logprobs_leave_drafts_to_the_compiled_step(model, monkeypatch):
+    """Nobody is told those of drafts, so they must not cost `verified` the compiled head."""
+    engine = Engine(model, PLAIN, SIZE, adapter=good_adapter(model))
+    if not engine.info.instructions:
+        pytest.skip("this machine has no compiled step")
+    monkeypatch.setattr(sampler, "_Drafts", None)
+    engine.submit(replace(request("a", [1, 2, 3], VerifiedMode()), logprobs=3))
+    said = []
+    while engine.has_work:
+        said += engine.step()
+    assert not any(event.failure for event in said)
+    assert all(len(event.logprobs) == len(event.tokens) for event in said)
+    assert any(len(event.tokens) > 1 for event in said)
 
 
 def run(engine: Engine, steps: int | None = None) -> dict:

@@ -178,6 +178,39 @@ def test_when_the_thread_itself_breaks_nobody_waits(model, monkeypatch):
         thread.check_health()
 
 
+def test_every_page_is_checked_once_a_minute_and_their_number_always(engine, monkeypatch):
+    """Guards requests that follow one another from tens of milliseconds each, and a lost page."""
+    checks = []
+    monkeypatch.setattr(engine, "check_integrity", lambda: checks.append(engine.running))
+    thread = AsyncEngine(engine)
+    thread.start()
+
+    async def answered(*names: str) -> None:
+        for name in names:
+            await complete(thread, request(name, [1, 2], ExactMode(), max_new_tokens=2))
+
+    async def checked(times: int) -> None:
+        while len(checks) < times:
+            await asyncio.sleep(0.01)
+
+    async def lose_a_page() -> None:
+        await answered("a")
+        await checked(1)
+        await answered("b", "c")
+        assert checks == [0]
+        thread._next_check_s = 0.0
+        await answered("d")
+        await checked(2)
+        await answered("e", "f")
+        assert checks == [0, 0]
+        await thread.ask(lambda engine: engine.pool.take(1))
+        await thread.ended()
+        with pytest.raises(EngineError, match="shut down"):
+            await answered("g")
+
+    asyncio.run(asyncio.wait_for(lose_a_page(), 20))
+
+
 def test_a_question_is_answered_between_steps(thread):
     """With work and without; one that fails tells only who asked."""
 

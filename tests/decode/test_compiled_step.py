@@ -293,6 +293,14 @@ def test_every_instruction_set_can_be_chosen():
     assert dense.info.instructions is None
 
 
+def test_an_engine_tells_the_threads_of_its_step():
+    """Not torch's, which has one while a step runs; the step's pool has room for 64."""
+    model, config = made("llama"), EngineConfig(max_context=128, max_batch=2)
+    for asked, has in ((3, 3), (100, 64)):
+        engine = Engine(model, PLAIN, config.model_copy(update={"threads": asked}))
+        assert engine.info.threads == has
+
+
 def test_a_number_that_is_none_stays_with_its_sequence():
     """Rows of other sequences do not read it, so they keep their bits."""
     model = made("llama")

@@ -115,7 +115,7 @@ def test_confidences_become_what_is_observed():
     """Drafts behind the first rejection say nothing; those of other confidences keep theirs."""
     known = DraftStats(3)
     for _ in range(2000):
-        known.observe([0.97, 0.85, 0.45], 1)
+        known.observe([0.97, 0.85, 0.45], 1, [0, 1, 2])
     assert known.of([0.96, 0.81, 0.45]) == pytest.approx([1.0, 0.0, 0.45], abs=0.01)
     assert known.of([]) == []
 
@@ -123,9 +123,9 @@ def test_confidences_become_what_is_observed():
 def test_masks_are_worth_what_drafts_of_their_depth_were():
     """At any price, though it was another one then; a depth not tried keeps what was thought."""
     known = DraftStats(3)
-    prospects = Prospects(known.worth(0.1), 0.1)
+    prospects = Prospects(known.worth(0.1), 0.1, 1.0, 0.1)
     for accept in ([0.97, 0.15], [0.97, 0.85]) * 1000:
-        known.observe_drafts(accept, Choice(2, (0, 0, 1)), prospects)
+        known.observe_drafts(accept, Choice(2, (0, 0, 1)), prospects, [0, 1], [None] * 2)
     assert known.worth(0.0)[:2] == pytest.approx([0.965, 0.5], abs=0.01)
     assert known.worth(0.0)[2] <= known.worth(0.0)[1]
     # Those that are not worth their rows are not checked: what they are is not subtracted.
@@ -136,12 +136,12 @@ def test_what_masks_bring_lasts_where_drafts_have_some_behind():
     """And they stay worth having where not."""
     for choice, lasting in ((Choice(1, (0, 0), 0.65), 0.0), (Choice(1, (0, 2), 1.15), 1.0)):
         known = DraftStats(2)
-        prospects = Prospects([0.5, 0.5], 0.25)
+        prospects = Prospects([0.5, 0.5], 0.25, 1.0, 0.25)
         assert prospects.gain == pytest.approx(0.5)
         for _ in range(1000):
-            known.observe_drafts([0.9], choice, prospects)
+            known.observe_drafts([0.9], choice, prospects, [0], [None])
         assert known.lasting == pytest.approx(lasting, abs=0.01)
-        assert Prospects([0.5, 0.5], 0.25, known.lasting).masks(1.0, 2)[0] == 2
+        assert Prospects([0.5, 0.5], 0.25, known.lasting, 0.25).masks(1.0, 2)[0] == 2
 
 
 def engine_with(model, cost: StepCost, **size) -> Engine:

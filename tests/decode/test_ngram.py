@@ -141,6 +141,16 @@ def test_an_answer_tells_which_of_its_tokens_were_looked_up(model):
     assert sum(drafted) <= engine.totals.ngram_accepted
 
 
+@pytest.mark.parametrize("grammar", [None, Rising(10)], ids=["looked up", "forced"])
+def test_drafts_without_masks_are_no_adapters(model, grammar):
+    """Guards the T/F of an adapter: without masks it has made none of the drafts."""
+    engine = controlled(model, adapter=good_adapter(model))
+    asked = [replace(each, grammar=grammar) for each in repeating(VerifiedMode(window=0))]
+    done = generate_all(engine, asked)
+    assert speed(done) > 1
+    assert {each.adapters for each in done} == {()}
+
+
 def test_an_engine_without_masks_takes_only_what_needs_none(model):
     """`verified` looks drafts up; `confidence` cannot, and a window is one of masks."""
     engine = controlled(model)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from decode.adapters import good_adapter
 from decode.cases import SCARCE
-from decode.models import pattern, request
+from decode.models import pattern, request, trained_model
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import TokenLogprobs
 from mars_ray.errors import RequestError
-from mars_ray.model.directory import PLAIN
+from mars_ray.model.directory import PLAIN, ModelCard
 
 
 def prompts_of(engine: Engine, requests: list) -> dict[str, tuple[TokenLogprobs, ...]]:
@@ -68,6 +68,17 @@ def test_they_are_those_of_one_forward(model, mode, size):
             top = log_p_LV[place].topk(each.prompt_logprobs)
             values = [value for _, value in said.top]
             assert values == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+def test_a_token_that_is_never_said_has_a_number():
+    """The mask token, of which JSON could not tell minus infinity; also as the least likely."""
+    mask, model = 7, trained_model(0, vocab_size=8)
+    card = ModelCard("<|mask|>", mask, block_size=4)
+    engine = Engine(model, card, EngineConfig(max_batch=1, max_context=64))
+    asked = request("a", [1, mask, 2], ExactMode(), max_new_tokens=1, stop=-1)
+    said, other = prompts_of(engine, [replace(asked, prompt_logprobs=8)])["a"]
+    assert said.logprob == -9999 < -100 < other.logprob
+    assert said.top[-1] == other.top[-1] == (mask, -9999)
 
 
 def test_too_many_of_the_likeliest_are_refused(model):

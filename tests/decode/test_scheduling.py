@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 from decode import reference
-from decode.cases import SCARCE
+from decode.cases import PAGE_BYTES, SCARCE
 from decode.models import CARD, pattern, request
 
 from mars_ray.config.decode import EngineConfig
@@ -35,6 +35,24 @@ def test_a_shared_beginning_is_computed_once(model):
     assert (seen.prefix_queries, seen.prefix_hits) == (17 + 17 + 18, 16 + 12)
     assert (engine.totals.prompts, engine.totals.prompt_tokens) == (3, 17 + 1 + 6)
     assert engine.pool.kept == 5
+
+
+def test_a_waiting_turn_keeps_its_beginning(model):
+    """Guards the first page of what it shares: without it the pages behind are worth nothing."""
+    config = EngineConfig(max_batch=4, max_context=160, page_size=4, cache_bytes=90 * PAGE_BYTES)
+    engine = Engine(model, CARD, config)
+    chat = pattern(0, 7, 100)
+    generate_all(engine, [request("first", chat, ExactMode(), max_new_tokens=1)])
+    for index in range(2):  # they take pages as they grow
+        text = pattern(index, 3, 120)
+        engine.submit(request(str(index), text, ExactMode(), max_new_tokens=30, stop=-1))
+    for _ in range(3):
+        engine.step()
+    engine.submit(request("next", [*chat, *[5] * 40], ExactMode(), max_new_tokens=20, stop=-1))
+    cached = {}
+    while engine.has_work:
+        cached |= {event.request_id: event.cached_tokens for event in engine.step()}
+    assert cached["next"] > 50
 
 
 def test_priorities_go_first(model):

@@ -139,6 +139,21 @@ def test_counts_add_up(mars: Any):
     assert len(after["requests"].keys() - before["requests"].keys()) == 4
 
 
+def remembered(worker: Any) -> list[str]:
+    """The requests that a worker's proposer takes for running ones."""
+    own = worker.model_runner.drafter
+    return [*own._requests, *own.counts._running, *own.budgets._disagreed]
+
+
+def test_the_last_requests_are_forgotten_though_none_follows(mars: Any):
+    """Guards tables that grow by a request each time that the engine runs out of work."""
+    wish = {"extra_args": {"mars": {"budget": 0.5}}}
+    answers(mars, PROMPTS[:2], max_tokens=9, ignore_eos=True, **wish)
+    assert len(mars.collective_rpc(remembered)[0]) == 6
+    mars.llm_engine.step()  # without tokens: it only says what has ended
+    assert mars.collective_rpc(remembered) == [[]]
+
+
 def test_fewer_masks_when_many_run(checkpoint: Path, plain: Any):
     """`masks_by_running` sets masks aside, and the text stays."""
     own = mars_engine(checkpoint, mars={"masks_by_running": [[3, 0]]})

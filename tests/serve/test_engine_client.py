@@ -336,6 +336,8 @@ def test_adapters_come_and_go_between_two_steps(client, folder):
         assert not client.can_decode(ConfidenceMode())
         await client.load_adapter("right", folder / "right")
         assert not client.can_decode(ConfidenceMode())
+        with pytest.raises(ModelError, match="load it first"):
+            await client.use_adapter("wrong")
         await client.use_adapter("right")
         assert client.can_decode(ConfidenceMode())
         with pytest.raises(ModelError, match="NaN"):

@@ -23,7 +23,7 @@ class Apart:
     row: int  # the first of them, among the sequence's rows
     rows: int
     seen: int  # they see each other, this many of the sequence's first places,
-    others: int = 0  # and of the places from there on the j-th if bit j is set
+    others: int  # and of the places from there on the j-th if bit j is set
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ _QKV, _OUT, _GATE, _UP, _DOWN = range(5)
 _INPUT_NORM, _MLP_NORM, _QUERY_NORM, _KEY_NORM = range(4)
 _NO_LAYER = -1  # the head and the last norm
 _MOST_HEAD_SIZE, _MOST_SHARED = 256, 64
+_MOST_THREADS = 64  # as in pool.h
 
 
 class _Shape(Structure):
@@ -105,7 +106,7 @@ class CompiledBackend:
         self._library = _declared(loaded)
         self.adapter: FusedAdapter | None = None
         self.seconds = 0.0  # spent in the model so far
-        self.threads = threads or default_threads()
+        self.threads = min(threads or default_threads(), _MOST_THREADS)
         self.device, self.dtype = model.device, model.dtype
         base: Any = model.base_model
         attention = base.layers[0].self_attn
@@ -311,8 +312,7 @@ class CompiledBackend:
         """Each branch's tokens by the adapter's head, and their shares among the candidates; None
         if torch has to choose, as what is seldom is left to it. `rows` are those of `logits_MV`."""
         for each in masks:
-            request = each.sequence.request
-            if request.sampling.changes_logits or request.logprobs is not None or each.plan.measure:
+            if each.sequence.request.sampling.changes_logits or each.plan.measure:
                 return None
         adapter, some = self.adapter, [each for each in masks if each.count]
         assert adapter

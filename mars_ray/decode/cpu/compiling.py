@@ -13,8 +13,8 @@ SOURCE_FILES = ("step.cpp", "simd.h", "pool.h", "product.h", "attention.h", "sam
 _COMMON = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 # A product is fused with a sum only where the source says so.
 _EXACT = ("-ffp-contract=off", "-fno-fast-math")
-_AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512cd")
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _BFLOAT16 = (*_AVX512, "-mavx512bf16")
 # The compiler's flags by instruction set, the best first.
 INSTRUCTION_SETS = {
@@ -39,6 +39,11 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
+def compiler_flags(instructions: str) -> list[str]:
+    """What the compiler is told besides the source."""
+    return [*_COMMON, *_EXACT, *INSTRUCTION_SETS[instructions]]
+
+
 def build(instructions: str, to: Path) -> None:
     """Compile one library: some seconds. Raises NoLibraryError."""
     path = compiler()
@@ -46,9 +51,8 @@ def build(instructions: str, to: Path) -> None:
         raise NoLibraryError("there is no C++ compiler: install g++, or a wheel of mars-ray")
     # Renamed when it is whole: another process may look for it at the same time.
     part = to.with_suffix(f".{os.getpid()}")
-    flags = [*_COMMON, *_EXACT, *INSTRUCTION_SETS[instructions]]
     done = subprocess.run(
-        [path, *flags, str(SOURCES / "step.cpp"), "-o", str(part)],
+        [path, *compiler_flags(instructions), str(SOURCES / "step.cpp"), "-o", str(part)],
         capture_output=True,
         text=True,
         check=False,

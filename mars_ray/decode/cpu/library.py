@@ -24,6 +24,8 @@ from mars_ray.decode.cpu.compiling import (
     SOURCES,
     NoLibraryError,
     build,
+    compiler,
+    compiler_flags,
     file_name,
 )
 
@@ -32,7 +34,6 @@ logger = logging.getLogger(__name__)
 _FLAGS = {
     "-mavx2": "avx2",
     "-mfma": "fma",
-    "-mf16c": "f16c",
     "-mavx512bf16": "avx512_bf16",
     "-mamx-tile": "amx_tile",
     "-mamx-bf16": "amx_bf16",
@@ -96,10 +97,11 @@ def is_available(instructions: str = "auto") -> bool:
 
 
 def _in_cache(name: str) -> Path:
-    """The library in the user's cache, compiled if the sources are new; if nothing can be kept
-    there, in a directory of this process alone."""
+    """The library in the user's cache, compiled if the sources, the compiler or what it is told are
+    new; if nothing can be kept there, in a directory of this process alone."""
     text = b"".join((SOURCES / file).read_bytes() for file in SOURCE_FILES)
-    digest = hashlib.sha256(text + repr(INSTRUCTION_SETS[name]).encode()).hexdigest()[:16]
+    text += repr((compiler(), compiler_flags(name))).encode()
+    digest = hashlib.sha256(text).hexdigest()[:16]
     file = f"{digest}-{file_name(name)}"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = Path(base) / "mars-ray"

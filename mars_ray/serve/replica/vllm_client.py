@@ -309,12 +309,13 @@ class VllmClient(EngineThread):
         self._ready = name, depths
 
     async def use_adapter(self, name: str | None) -> None:
-        ready, self._ready = self._ready, None
+        ready = self._ready
         depths = self._mars.card.block_size
         if name is not None:
             if ready is None or ready[0] != name:
                 raise ModelError(f"draft adapter {name} is not ready: load it first")
             depths = ready[1]
+        self._ready = None
         # Set before the engine is asked, as requests submitted later are decoded after the change.
         self._has_masks = depths > 0
 
