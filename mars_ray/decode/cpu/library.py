@@ -24,7 +24,6 @@ from mars_ray.decode.cpu.compiling import (
     SOURCES,
     NoLibraryError,
     build,
-    compiler,
     compiler_flags,
     file_name,
 )
@@ -97,10 +96,10 @@ def is_available(instructions: str = "auto") -> bool:
 
 
 def _in_cache(name: str) -> Path:
-    """The library in the user's cache, compiled if the sources, the compiler or what it is told are
-    new; if nothing can be kept there, in a directory of this process alone."""
+    """The library in the user's cache, compiled if the sources or the compiler's flags are new; if
+    nothing can be kept there, in a directory of this process alone."""
     text = b"".join((SOURCES / file).read_bytes() for file in SOURCE_FILES)
-    text += repr((compiler(), compiler_flags(name))).encode()
+    text += repr(compiler_flags(name)).encode()
     digest = hashlib.sha256(text).hexdigest()[:16]
     file = f"{digest}-{file_name(name)}"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
