@@ -2,6 +2,7 @@
 
 sole_writer           lets one process at a time write a job's output
 changed_keys          tells whether existing output is of the same job
+changed_in_all        does so where a job is known in several forms
 claim                 keeps a directory for one job
 replaced, write_whole write a file so that it exists whole or not at all
 replaced_directory    does the same for a directory
@@ -16,7 +17,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,12 @@ def sole_writer(place: Path, lock_file: Path, setting: str) -> Iterator[None]:
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The keys whose values differ, sorted; any of them makes it another job."""
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+
+
+def changed_in_all(forms: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:
+    """The keys whose values differ in every form of a job, each given before and now, sorted. A
+    path is the same if it is so with its directory or as it was written."""
+    return sorted(set.intersection(*(set(changed_keys(*form)) for form in forms)))
 
 
 def claim(path: Path, now: Mapping[str, Any], what: str, setting: str) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ _HARMLESS = frozenset(
         "gradient_checkpointing",
     }
 )
+# Keys of inputs that a submitted job finds in another directory at each start.
+_PATHS = re.compile(r"data\.\w+\.paths|model\.path|stages\.[^.]+\.adapter\.start_from")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +195,18 @@ def identity(job: TrainJob) -> dict[str, Any]:
 
 
 def identity_hash(job: TrainJob) -> str:
-    """A short digest of `identity`."""
-    text = json.dumps(identity(job), sort_keys=True)
+    """A short digest of `identity` without paths: what lies there is told by `StagePlan.data`, and
+    the claim of output_dir tells other names."""
+    return _digest({k: v for k, v in identity(job).items() if not _PATHS.fullmatch(k)})
+
+
+def known_hashes(job: TrainJob) -> tuple[str, str]:
+    """The digests by which a checkpoint is of this job: older ones have one with paths."""
+    return identity_hash(job), _digest(identity(job))
+
+
+def _digest(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

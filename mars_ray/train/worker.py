@@ -54,7 +54,7 @@ from mars_ray.train.loop import Report, StageOutcome, StageParts, TrainLoop
 from mars_ray.train.memory import RowSize, advice, check_memory
 from mars_ray.train.metrics import DraftFlops, Flops, ModelFlops, RankTimer, peak_flops
 from mars_ray.train.model_step import StageObjective, TrainStep
-from mars_ray.train.plan import StagePlan, identity_hash
+from mars_ray.train.plan import StagePlan, known_hashes
 from mars_ray.train.ranks import Ranks, Watchdog
 
 
@@ -374,7 +374,7 @@ def make_engine(plan: StagePlan, step: Step, ranks: Ranks, timer: RankTimer) -> 
 def _read_checkpoint(plan: StagePlan, directory: Path) -> TrainState:
     checkpoint.verify(directory)
     state = checkpoint.read_state(directory)
-    if state.identity != identity_hash(plan.job):
+    if state.identity not in known_hashes(plan.job):
         raise CheckpointError(
             f"{directory} was written by another job (its resolved configuration differs). "
             "Choose another output_dir, or delete this one"
