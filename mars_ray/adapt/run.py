@@ -51,7 +51,7 @@ from mars_ray.model.load import multiplies_bfloat16, read_config
 from mars_ray.progress import short
 from mars_ray.provenance import provenance
 from mars_ray.train.plan import absolute_path
-from mars_ray.train.run import run_training
+from mars_ray.train.run import begun, run_training
 
 
 def devices() -> Devices:
@@ -162,7 +162,8 @@ def _train(
     minutes = job.minutes
     if minutes is not None:
         minutes = max(minutes - answers_s / 60, _LEAST_SHARE * minutes)
-    trained = run_training(train_job(job, base, places, parts, found, minutes))
+    before = begun(places.training)
+    trained = run_training(train_job(job, base, places, parts, found, minutes, before))
     if not places.adapter.exists():
         draft = places.adapter.with_name(".adapter")
         shutil.rmtree(draft, ignore_errors=True)
