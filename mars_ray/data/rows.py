@@ -201,7 +201,7 @@ def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: 
         tokens = stack.enter_context((directory / "tokens.bin").open("wb"))
         response = stack.enter_context((directory / "response.bin").open("wb"))
         records = stack.enter_context(counted(read(source, report), "tokenising"))
-        for encoded in _encode_all(records, encoder, config.max_length, report):
+        for encoded in _encode_all(records, encoder, report):
             ids = encoded.input_ids[: config.max_length]
             marks = encoded.response[: config.max_length]
             if len(ids) < len(encoded.input_ids):
@@ -228,7 +228,7 @@ def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: 
 
 
 def _encode_all(
-    records: Iterable[Record], encoder: ChatEncoder, max_length: int, report: BadRows
+    records: Iterable[Record], encoder: ChatEncoder, report: BadRows
 ) -> Iterator[Encoded]:
     """The records' tokens; records that the chat template refuses go to `report`."""
     rest = iter(records)
@@ -237,7 +237,7 @@ def _encode_all(
         for record in chunk:
             try:
                 plans.append(
-                    token_plan(record, encoder, max_length)
+                    token_plan(record, encoder)
                     if record.prompt_ids
                     else encoder.plan(record.messages)
                 )
