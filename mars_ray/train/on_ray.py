@@ -42,7 +42,7 @@ from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import fetch_copies
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader, StageProgress
-from mars_ray.train.plan import StagePlan
+from mars_ray.train.plan import StagePlan, known_hashes
 from mars_ray.train.ranks import Ranks, stacks
 from mars_ray.train.worker import resume_stage, unpacked
 
@@ -117,7 +117,7 @@ def _prepare(plan: StagePlan) -> None:
             f"the run directory {plan.run_dir} cannot be used: {error}. Mend or mount its "
             f"storage, or choose another output_dir; then {_AGAIN}"
         ) from error
-    fetch_copies(plan.run_dir, plan.job.checkpoint, plan.stage)
+    fetch_copies(plan.run_dir, plan.job.checkpoint, plan.stage, known_hashes(plan.job))
 
 
 class _Fit(threading.Thread):
