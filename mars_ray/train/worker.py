@@ -258,7 +258,8 @@ def train_stage(
     """
     torch.manual_seed(plan.seed + ranks.rank)
     try:
-        restored = _read_checkpoint(plan, resume_from) if resume_from else None
+        with ranks.alike():
+            restored = _read_checkpoint(plan, resume_from) if resume_from else None
         parts = _assemble(plan, ranks, resume_from, restored, report)
     except MarsError as error:
         return error
@@ -299,11 +300,12 @@ def _assemble(
 ) -> StageParts:
     base = plan.job.model
     is_draft = plan.config.adapter is not None
-    if is_draft and isinstance(base, PretrainedModel) and not plan.start_model.is_dir():
-        # Of the hub: this worker's node fetches the same commit.
-        source = Place(base.path, revision=plan.start_model.name)
-        if source.is_on_hub:
-            plan = replace(plan, start_model=local_copy(source, cache=""))
+    with ranks.alike():
+        if is_draft and isinstance(base, PretrainedModel) and not plan.start_model.is_dir():
+            # Of the hub: this worker's node fetches the same commit.
+            source = Place(base.path, revision=plan.start_model.name)
+            if source.is_on_hub:
+                plan = replace(plan, start_model=local_copy(source, cache=""))
     row = RowSize.of(plan.train, plan.job.data)
     check_memory(shape_of(plan.start_model), plan.job, plan.config, row, ranks)
     module = (draft_module if is_draft else model_module)(plan, ranks, resume_from)
