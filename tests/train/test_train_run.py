@@ -236,6 +236,15 @@ def test_rays_controller_imports_nothing_of_ours():
     assert subprocess.run([sys.executable, "-c", code], input=pickled, check=False).returncode == 0
 
 
+def test_a_long_step_may_wait_in_a_collective(model, tmp_path, monkeypatch):
+    """Guards `step_timeout_s` above Ray's half hour, after which torch would end the group."""
+    made = {}
+    monkeypatch.setattr(on_ray, "_Trainer", lambda *_, **settings: made.update(settings))
+    plan = make_plan(make_job(model, tmp_path, cluster={"step_timeout_s": 7199.5}), model)
+    on_ray._trainer(plan)
+    assert made["torch_config"].timeout_s == 7260
+
+
 def test_conversations_longer_than_the_window_are_refused(tmp_path):
     """Training lets each row see all before it. Guards a Mistral model that learns from states
     which it never has."""
