@@ -35,7 +35,7 @@ from mars_ray.adapt.jobs import (
 )
 from mars_ray.adapt.report import Adaptation, Speed, write_report
 from mars_ray.adapt.speed import measure_speeds
-from mars_ray.cluster.connection import Connect, already
+from mars_ray.cluster.connection import NOT_STARTED, Connect, already
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.core.frontier import Frontier, read_frontier
 from mars_ray.errors import CheckpointError, ConfigError
@@ -58,6 +58,7 @@ def devices() -> Devices:
     """One worker per GPU. Without GPUs: two workers on a single node, otherwise one per node.
 
     One engine per node or GPU writes answers: a CPU's engines would share its memory bandwidth.
+    Raises ConfigError if no node is there to compute on.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = [node["Resources"] for node in alive]
@@ -68,7 +69,9 @@ def devices() -> Devices:
         having = [node for node in nodes if node.get("GPU", 0.0)]
         each = max(1.0, min(node.get("CPU", 0.0) // node["GPU"] for node in having))
         return Devices(gpus, each, 1.0, gpus, each, "bfloat16")
-    least = min(cpus, default=1.0)
+    if not cpus:
+        raise ConfigError(NOT_STARTED)
+    least = min(cpus)
     precision = _precision(working)
     if len(cpus) > 1:
         return Devices(len(cpus), least, 0.0, len(cpus), least, precision)
@@ -101,9 +104,9 @@ def run_adaptation(job: AdaptJob, console: Console, connect: Connect = already) 
         console.rule("the model")
         base = base_model(job, places)
         connect()
-        found = devices()
         console.rule("its answers")
         try:
+            found = devices()
             check_jobs(job, base, places, found)
             generated = run_generation(generate_job(job, base, places, found), console, RayEngines)
         except ConfigError:

@@ -27,7 +27,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler
 from rich.console import Console
 
-from mars_ray.cluster.connection import Connect, already, gpus_each
+from mars_ray.cluster.connection import Connect, already, gpus_each, trained
 from mars_ray.config.evaluate import Gsm8kTask, PromptsTask
 from mars_ray.config.tune import AshaScheduler, TuneJob
 from mars_ray.errors import TrainingError
@@ -127,6 +127,7 @@ def run_trials(job: TuneJob, console: Console, connect: Connect = already) -> Le
     # Tokenises the data once, before the first trial needs it.
     stage_plan(job.train, job.stage_name, start)
     connect()
+    trained(job.train.cluster)  # or every trial would refuse it
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
     # Otherwise Tune warns about missing result files, which it was configured not to write.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
@@ -308,8 +309,8 @@ def start_model(job: TuneJob, connect: Connect = already) -> Path:
         return initial_model(resolved.train.model_copy(update=base))
     cached = {"cache_dir": resolved.train.data.cache_dir}
     data = {"data": job.train.data.model_copy(update=cached)}
-    trained = run_training(job.train.model_copy(update=base | data | {"stages": before}), connect)
-    return list(trained.models.values())[-1]
+    result = run_training(job.train.model_copy(update=base | data | {"stages": before}), connect)
+    return list(result.models.values())[-1]
 
 
 def _claim(job: TuneJob, given: TuneJob) -> None:

@@ -81,3 +81,11 @@ def test_a_head_without_gpus_takes_no_part_in_their_share(monkeypatch, nodes, wo
     monkeypatch.setattr(ray, "nodes", lambda: rows)
     found = devices()
     assert (found.workers, found.cpus_per_worker, found.gpus_per_worker) == (workers, each, 1)
+
+
+def test_nothing_is_guessed_where_no_worker_has_started(monkeypatch):
+    """Guards CPUs for work that GPUs would come for, on a cluster that begins with its head."""
+    head = {"Alive": True, "NodeID": "a", "Resources": {"memory": 8e9}}
+    monkeypatch.setattr(ray, "nodes", lambda: [head])
+    with pytest.raises(ConfigError, match=r"no worker has started yet: start one by `ray job sub"):
+        devices()
