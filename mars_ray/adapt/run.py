@@ -38,7 +38,7 @@ from mars_ray.adapt.speed import measure_speeds
 from mars_ray.cluster.connection import NOT_STARTED, Connect, already
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.core.frontier import Frontier, read_frontier
-from mars_ray.errors import CheckpointError, ConfigError
+from mars_ray.errors import CheckpointError, ConfigError, MarsError
 from mars_ray.evaluate.run import Evaluation, is_whole, print_table, run_evaluation
 from mars_ray.evaluate.tasks import problems_of
 from mars_ray.files import claim, sole_writer, write_whole
@@ -109,7 +109,7 @@ def run_adaptation(job: AdaptJob, console: Console, connect: Connect = already) 
             found = devices()
             check_jobs(job, base, places, found)
             generated = run_generation(generate_job(job, base, places, found), console, RayEngines)
-        except ConfigError:
+        except MarsError:
             # Refused before the first answer: a job with more minutes may begin here.
             if not any(path.exists() for path in (places.answers, places.part)):
                 (places.root / _JOB_FILE).unlink()
