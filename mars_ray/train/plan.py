@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mars_ray.config.base import found
 from mars_ray.config.inputs import FilesSource, PretrainedModel, Source
 from mars_ray.config.train import DraftObjective, MarsObjective, StageConfig, TrainJob
 from mars_ray.data.rows import Conversations, Joined, tokenize
@@ -147,7 +148,8 @@ def stage_plan(
 
 def absolute_files(source: FilesSource) -> FilesSource:
     """A source that finds its files from any working directory."""
-    return source.model_copy(update={"paths": tuple(map(absolute_path, source.paths))})
+    paths = tuple(absolute_path(str(found(path))) for path in source.paths)
+    return source.model_copy(update={"paths": paths})
 
 
 def with_absolute_paths(job: TrainJob) -> TrainJob:

@@ -7,9 +7,11 @@ import pytest
 import torch
 from train.small_jobs import make_job
 
+from mars_ray.config import base
+from mars_ray.config.inputs import FilesSource
 from mars_ray.config.train import OptimizerConfig, TrainJob
 from mars_ray.train.engine import learning_rate, make_optimizer
-from mars_ray.train.plan import identity, identity_hash, with_absolute_paths
+from mars_ray.train.plan import absolute_files, identity, identity_hash, with_absolute_paths
 
 
 def test_learning_rate_by_hand():
@@ -58,6 +60,17 @@ def test_a_job_becomes_independent_of_the_working_directory(tmp_path, monkeypatc
     assert absolute.model.path == str(tmp_path / "model")
     assert absolute.data.train.paths == (str(tmp_path / "a/*.jsonl"),)
     assert absolute.data.cache_dir == str(tmp_path / "cache")
+
+
+def test_files_of_the_package_are_found_from_anywhere(tmp_path, monkeypatch):
+    """Guards `jobs/NAME` that passes the look at the inputs and is missing for the work."""
+    monkeypatch.setattr(base, "_PACKAGE", tmp_path / "package")
+    (tmp_path / "package" / "jobs").mkdir(parents=True)
+    shipped = tmp_path / "package" / "jobs" / "rows.jsonl"
+    shipped.touch()
+    monkeypatch.chdir(tmp_path)
+    absolute = absolute_files(FilesSource(paths=("jobs/rows.jsonl", "jobs/none.jsonl")))
+    assert absolute.paths == (str(shipped), str(tmp_path / "jobs" / "none.jsonl"))
 
 
 def test_a_hub_name_is_not_taken_for_a_path(tmp_path, monkeypatch):
