@@ -13,6 +13,7 @@ output_dir/
 import json
 import shutil
 from dataclasses import asdict
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,7 +152,7 @@ def run_adaptation(job: AdaptJob, console: Console, connect: Connect = already) 
 
 def base_model(job: AdaptJob, places: Places) -> Path:
     """The model directory that the job names, or one made from its file or package."""
-    given = Path(job.model).expanduser()
+    given = Path(expanduser(job.model))
     if (given / CONFIG_FILE).is_file():
         read_config(given)
         return given.absolute()

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,7 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def absolute_path(path: str) -> str:
     """The path in a form that holds in every working directory."""
-    return str(Path(path).expanduser().absolute())
+    return str(Path(expanduser(path)).absolute())
 
 
 def initial_model(job: TrainJob) -> Path:
