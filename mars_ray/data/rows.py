@@ -31,7 +31,7 @@ from mars_ray.data import files
 from mars_ray.data.chat import ChatEncoder, Encoded, encoder_of
 from mars_ray.data.sources import BadRows, Record, read, token_plan
 from mars_ray.errors import DataError
-from mars_ray.files import remedy
+from mars_ray.files import clear_abandoned, remedy
 from mars_ray.progress import Bars
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ARRAYS = {"tokens": np.int32, "response": np.bool_, "starts": np.int64}
+# Begins the name of a cache that is not whole yet.
+_BUILDING = ".building-"
 # Delay before the number of conversations is shown, and the interval of its updates.
 _QUIET_S = 2.0
 _UPDATE_EVERY = 256
@@ -143,7 +145,8 @@ def _built(
     cache_dir = directory.parent
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".building-", dir=cache_dir) as work:
+        clear_abandoned(cache_dir, f"{_BUILDING}*")
+        with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=cache_dir) as work:
             _build(source, encoder_of(tokenizer), config, Path(work) / "new")
             _put(Path(work), directory)
         return Conversations(directory)

@@ -89,8 +89,16 @@ def newest(run_dir: Path) -> Path | None:
     return max(complete(run_dir), default=None)
 
 
+def _draft_of(directory: Path) -> Path:
+    """The place of a copy that is being fetched."""
+    return directory.with_name(f".{directory.name}.draft")
+
+
 def clear_unfinished(run_dir: Path) -> None:
-    """Remove incomplete checkpoints of killed attempts, while no other process writes there."""
+    """Remove incomplete checkpoints and copies of killed attempts, while no other process writes
+    there."""
+    for path in run_dir.glob(_draft_of(Path("step_*")).name):
+        shutil.rmtree(path, ignore_errors=True)
     for path in run_dir.glob("step_*"):
         if is_ours(path) and not (path / MANIFEST).exists():
             shutil.rmtree(path, ignore_errors=True)
@@ -229,7 +237,7 @@ class CheckpointStore:
     def download(self, step: int, run_dir: Path) -> None:
         """Put a copy into a run directory, whole or not at all. Raises CheckpointError."""
         final = directory_of(run_dir, step)
-        draft = final.with_name(f".{final.name}.draft")
+        draft = _draft_of(final)
         shutil.rmtree(draft, ignore_errors=True)
         with self._explained(f"fetch {final.name} from"):
             copy = self._directory.below(final.name)

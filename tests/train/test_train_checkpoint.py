@@ -74,6 +74,7 @@ def test_what_a_killed_attempt_left_is_removed(tmp_path):
     write(tmp_path / "step_00000007.bak")
     for name in ("step_00000007", "step_00000007.bak"):
         (tmp_path / name / "manifest.json").unlink()
+    write(tmp_path / ".step_00000010.draft")
     checkpoint.clear_unfinished(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"step_00000010", "step_00000007.bak"}
 
