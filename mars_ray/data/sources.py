@@ -48,7 +48,7 @@ _TOLD = 5
 # Ids are stored as int32 (`rows.py`).
 _MOST = 2**31
 # Decoding writes this for half a character, as at the end of a cut answer.
-_BROKEN = "\ufffd"
+BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def token_plan(record: Record, encoder: ChatEncoder) -> Plan:
             "model"
         )
     # An answer may have been cut after its text was written.
-    said = encoder.decode(answer).rstrip(_BROKEN)
+    said = encoder.decode(answer).rstrip(BROKEN)
     if messages and not messages[-1].content.startswith(said):
         raise DataError(
             "answer_ids do not say what the last message says: they are of another model's "
