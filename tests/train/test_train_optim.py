@@ -11,7 +11,13 @@ from mars_ray.config import base
 from mars_ray.config.inputs import FilesSource
 from mars_ray.config.train import OptimizerConfig, TrainJob
 from mars_ray.train.engine import learning_rate, make_optimizer
-from mars_ray.train.plan import absolute_files, identity, identity_hash, with_absolute_paths
+from mars_ray.train.plan import (
+    absolute_files,
+    identity,
+    identity_hash,
+    known_hashes,
+    with_absolute_paths,
+)
 
 
 def test_learning_rate_by_hand():
@@ -98,3 +104,11 @@ def test_identity_ignores_what_does_not_change_the_model(change, same):
     other = TrainJob.model_validate(job.model_dump() | change)
     assert (identity(job) == identity(other)) is same
     assert (identity_hash(job) == identity_hash(other)) is same
+
+
+def test_a_checkpoint_is_known_wherever_its_inputs_lie():
+    """Guards checkpoints of a submitted job; and older ones, whose digest has the paths in it."""
+    one, other = (make_job(Path(where) / "model", Path("out")) for where in ("/a", "/b"))
+    assert identity_hash(one) == identity_hash(other)
+    assert known_hashes(one)[0] == identity_hash(one)
+    assert known_hashes(one)[1] != known_hashes(other)[1]
