@@ -29,6 +29,7 @@ from mars_ray.config.serve import ExportJob, ServeJob
 from mars_ray.config.train import TrainJob, training_of
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError, MarsError
+from mars_ray.files import SPACE, remedy
 
 app = typer.Typer(
     help="MARS multi-token decoding as a service, on Ray.",
@@ -57,12 +58,17 @@ AnyJob = TypeVar("AnyJob", bound=Config)
 
 
 def main() -> None:
-    """Entry point: typed errors become one line on stderr and exit code 2."""
+    """Entry point: typed errors and a full disk become one line on stderr and exit code 2."""
     try:
         with sigterm_ends_at_once():
             app()
     except MarsError as error:
         print(f"mars-ray: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in SPACE:
+            raise
+        print(f"mars-ray: {error}. {remedy(error)}, then run the same again", file=sys.stderr)
         sys.exit(2)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("mars_ray"):

@@ -2,9 +2,11 @@
 
 sole_writer           lets one process at a time write a job's output
 changed_keys          tells whether existing output is of the same job
+changed_in_all        does so where a job is known in several forms
 claim                 keeps a directory for one job
 replaced, write_whole write a file so that it exists whole or not at all
 replaced_directory    does the same for a directory
+clear_abandoned       removes what killed processes have left
 remedy                says what to do about an error of writing
 read_journal, append  JSON lines that a long run adds to and resumes from
 ResultCache           keeps a long run's results by name in such a journal
@@ -16,8 +18,9 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from mars_ray.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_ABANDONED_S = 86_400
 SPACE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 RIGHTS = errno.EACCES, errno.EPERM, errno.EROFS
 _REMEDIES = {
@@ -37,13 +41,25 @@ _REMEDIES = {
 
 
 @contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Puts the file's name into an OSError that has none, as those of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, which replaces it at the end. An earlier interruption, or a
     full disk, leaves `path` as it was. Raises OSError."""
     draft = path.with_name(f".{path.name}")
     try:
-        yield draft
-        draft.replace(path)
+        with _named(path):
+            yield draft
+            draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
 
@@ -76,6 +92,16 @@ def replaced_directory(directory: Path) -> Iterator[Path]:
             raise
     finally:
         shutil.rmtree(work)
+
+
+def clear_abandoned(directory: Path, pattern: str) -> None:
+    """Removes the directories that match and in which nothing was written for a day: those of
+    killed processes, and of none that still writes."""
+    for path in directory.glob(pattern):
+        with suppress(OSError):
+            written = max(each.stat().st_mtime for each in (path, *path.rglob("*")))
+            if written < time.time() - _ABANDONED_S:
+                shutil.rmtree(path)
 
 
 def remedy(error: Exception) -> str:
@@ -141,6 +167,12 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
 
 
+def changed_in_all(forms: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:
+    """The keys whose values differ in every form of a job, each given before and now, sorted. A
+    path is the same if it is so with its directory or as it was written."""
+    return sorted(set.intersection(*(set(changed_keys(*form)) for form in forms)))
+
+
 def claim(path: Path, now: Mapping[str, Any], what: str, setting: str) -> None:
     """Claims the directory of `path` for a job by writing it there. Raises ConfigError if `what`
     another job has begun is in it; `setting` names the directory."""
@@ -157,7 +189,7 @@ def claim(path: Path, now: Mapping[str, Any], what: str, setting: str) -> None:
 
 def append(path: Path, *records: Any) -> None:
     """Appends records to a journal; they are on disk when this returns. Raises OSError."""
-    with path.open("a", encoding="utf-8") as file:
+    with _named(path), path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 

@@ -79,7 +79,7 @@ def import_model(
     its source, or if the directory holds anything else.
     """
     source = os.path.expanduser(source)
-    target = Path(directory).expanduser() if directory else Path("models") / _name(source)
+    target = Path(os.path.expanduser(directory)) if directory else Path("models") / _name(source)
     origin = _origin(source, revision)
     if _is_there(target, origin):
         logger.warning("%s is there already and whole: nothing to do", target)

@@ -8,6 +8,7 @@ torch nor Ray is imported. What takes longer, a command checks before it starts 
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -129,7 +130,7 @@ def _check_start_model(named: _Named) -> None:
 
 
 def _check_import(named: _Named) -> None:
-    path = Path(named.text).expanduser()
+    path = Path(expanduser(named.text))
     if named.text.startswith(_PACKAGE):
         package_name(named.text.removeprefix(_PACKAGE))
     elif path.suffix not in (".gguf", ".whl"):
@@ -140,16 +141,17 @@ def _check_import(named: _Named) -> None:
 
 def _check_file(named: _Named) -> None:
     is_url = named.text.startswith(("http://", "https://"))
-    if not is_url and not Path(named.text).expanduser().is_file():
+    if not is_url and not Path(expanduser(named.text)).is_file():
         raise DataError(f"no such file: {named.text} (looked in {Path.cwd()})")
 
 
 def _check_output(named: _Named) -> None:
     """Raises ConfigError if the place could not be made; it is not made yet."""
-    place = Path(named.text).expanduser().absolute()
-    there = next(parent for parent in (place, *place.parents) if parent.exists())
+    place = Path(expanduser(named.text)).absolute()
+    # Not Path.exists, which raises where a directory may not be looked into.
+    there = next(parent for parent in (place, *place.parents) if os.path.exists(parent))
     is_file = named.what == "output file"
-    if is_file and place.is_dir():
+    if is_file and os.path.isdir(place):
         raise ConfigError(f"{named.text} is a directory; name a file")
     if not there.is_dir() and not (is_file and there == place):
         raise ConfigError(f"{named.text} cannot be made: {there} is a file; name another place")

@@ -6,6 +6,7 @@ A submitted job has a log but no terminal; without occasional lines it looks stu
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,5 +94,8 @@ class Bars(Progress):
 
 
 def short(path: Path) -> str:
-    """The path relative to the working directory if it lies below it, else the path."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    """The path relative to the working directory if it lies below it, else the path. Hours after a
+    command's start that directory may be gone."""
+    with suppress(FileNotFoundError, ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)

@@ -1,5 +1,6 @@
 """What the command line does before and after the work of its commands."""
 
+import errno
 import json
 import os
 import stat
@@ -19,6 +20,7 @@ from mars_ray.cluster.connection import Connection
 from mars_ray.cluster.machine import ask_for_token
 from mars_ray.errors import ConfigError
 from mars_ray.evaluate import bench as bench_module
+from mars_ray.files import replaced
 
 
 @pytest.mark.parametrize("command", ["serve", "update"])
@@ -242,6 +244,23 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys)
         cli.main()
     assert ended.value.code == 2
     assert "no tomli_w here: install mars-ray with its dependencies" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Guards a traceback after hours, and the name of the file, which the system leaves out."""
+
+    def full() -> None:
+        with replaced(tmp_path / "results.json"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cli, "app", full)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    said = (
+        f"No space left on device: '{tmp_path}/results.json'. Free space, then run the same again"
+    )
+    assert said in capsys.readouterr().err
 
 
 WITHOUT_NUMBA = """

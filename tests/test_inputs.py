@@ -246,6 +246,30 @@ def test_what_is_right_passes_and_nothing_is_made(here: Path, kind: str):
     assert sorted(here.rglob("*")) == before
 
 
+def test_a_name_that_is_no_users_is_a_name(here: Path):
+    """Guards a traceback for `~drafts.jsonl`, which a shell leaves as it is."""
+    (here / "~rows.jsonl").write_text("{}")
+    check_inputs(job_of("generate", {"exclude": ["~rows.jsonl"], "output": "~old/a.jsonl"}))
+    with pytest.raises(MarsError, match=r"no such file: ~none\.jsonl"):
+        check_inputs(job_of("generate", {"exclude": ["~none.jsonl"]}))
+
+
+def test_what_may_not_be_looked_into_is_told(here: Path, monkeypatch: pytest.MonkeyPatch):
+    """Guards a traceback for another user's home."""
+
+    look = Path.exists
+
+    def refuse(path: Path) -> bool:
+        if "theirs" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path)
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(MarsError, match=r"exclude\.0: cannot read theirs/a\.jsonl: .*Permission"):
+        check_inputs(job_of("generate", {"exclude": ["theirs/a.jsonl"]}))
+    check_inputs(job_of("generate", {"output": "theirs/a.jsonl"}))
+
+
 def test_what_a_demo_makes_need_not_be_there(here: Path):
     """Its evaluation and its service are of the model that it trains."""
     check_inputs(load_job("jobs/demo-tiny.toml", ["serve.port=20019"]))

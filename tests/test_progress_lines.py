@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mars_ray import progress
 from mars_ray.config.load import load_job
-from mars_ray.progress import Bars, Lines
+from mars_ray.progress import Bars, Lines, short
 from mars_ray.simulator import report
 from mars_ray.simulator.config import KINDS, SimulateJob
 from mars_ray.train.metrics import MetricsReader, StageProgress
@@ -128,6 +128,17 @@ def test_a_stage_that_waits_for_its_first_step_says_so(tmp_path, monkeypatch, ca
         stage.update()
         hear("mars: 0 of 9, ")
     assert heard[0].startswith("mars: starting workers, 0 s\n")
+
+
+def test_a_path_is_told_where_the_working_directory_is_gone(tmp_path, monkeypatch):
+    """Guards the last lines of a command, hours after its start."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    assert short(gone / "x") == "x"
+    assert short(tmp_path / "x") == str(tmp_path / "x")
+    gone.rmdir()
+    assert short(gone / "x") == str(gone / "x")
 
 
 def test_who_watches_a_sweep_leaves_its_record_alone(tmp_path: Path):

@@ -126,12 +126,24 @@ def generate_job(job: AdaptJob, base: Path, places: Places, devices: Devices) ->
 
 
 def train_job(
-    job: AdaptJob, base: Path, places: Places, split: Split, devices: Devices, minutes: float | None
+    job: AdaptJob,
+    base: Path,
+    places: Places,
+    split: Split,
+    devices: Devices,
+    minutes: float | None,
+    begun: TrainJob | None = None,
 ) -> TrainJob:
-    """The job that trains the adapter, for `minutes` or for the recipe's epochs."""
+    """The job that trains the adapter, for `minutes` or for the recipe's epochs. One that has begun
+    keeps its batches and its precision on other devices, and has as many workers as divide them."""
     recipe = job.recipe
     epochs = recipe.epochs or (_MOST_PASSES if minutes else 1.0)
     workers = recipe.workers or devices.workers
+    batch_size = workers * recipe.conversations_per_worker
+    precision = recipe.precision or devices.precision
+    if begun is not None:
+        batch_size, precision = begun.stages[STAGE].global_batch_size, begun.precision
+        workers = max(count for count in range(1, workers + 1) if batch_size % count == 0)
     # More workers than by default share the CPUs of these, on whichever node.
     sharing = math.ceil(workers / devices.workers)
     stage = StageConfig(
@@ -140,7 +152,7 @@ def train_job(
         optimizer=recipe.optimizer,
         epochs=epochs,
         minutes=minutes,
-        global_batch_size=workers * recipe.conversations_per_worker,
+        global_batch_size=batch_size,
         micro_batch_size=1,
         eval_every_steps=recipe.eval_every_steps,
         eval_rows=split.held_out_rows,
@@ -156,7 +168,7 @@ def train_job(
             packing=False,
         ),
         stages={STAGE: stage},
-        precision=recipe.precision or devices.precision,
+        precision=precision,
         cluster=ClusterConfig(
             workers=workers,
             cpus_per_worker=max(1.0, devices.cpus_per_worker // sharing),

@@ -13,6 +13,7 @@ output_dir/
 import json
 import shutil
 from dataclasses import asdict
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,10 +36,10 @@ from mars_ray.adapt.jobs import (
 )
 from mars_ray.adapt.report import Adaptation, Speed, write_report
 from mars_ray.adapt.speed import measure_speeds
-from mars_ray.cluster.connection import Connect, already
+from mars_ray.cluster.connection import NOT_STARTED, Connect, already
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.core.frontier import Frontier, read_frontier
-from mars_ray.errors import CheckpointError, ConfigError
+from mars_ray.errors import CheckpointError, ConfigError, MarsError
 from mars_ray.evaluate.run import Evaluation, is_whole, print_table, run_evaluation
 from mars_ray.evaluate.tasks import problems_of
 from mars_ray.files import claim, sole_writer, write_whole
@@ -51,13 +52,14 @@ from mars_ray.model.load import multiplies_bfloat16, read_config
 from mars_ray.progress import short
 from mars_ray.provenance import provenance
 from mars_ray.train.plan import absolute_path
-from mars_ray.train.run import run_training
+from mars_ray.train.run import begun, run_training
 
 
 def devices() -> Devices:
     """One worker per GPU. Without GPUs: two workers on a single node, otherwise one per node.
 
     One engine per node or GPU writes answers: a CPU's engines would share its memory bandwidth.
+    Raises ConfigError if no node is there to compute on.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = [node["Resources"] for node in alive]
@@ -68,7 +70,9 @@ def devices() -> Devices:
         having = [node for node in nodes if node.get("GPU", 0.0)]
         each = max(1.0, min(node.get("CPU", 0.0) // node["GPU"] for node in having))
         return Devices(gpus, each, 1.0, gpus, each, "bfloat16")
-    least = min(cpus, default=1.0)
+    if not cpus:
+        raise ConfigError(NOT_STARTED)
+    least = min(cpus)
     precision = _precision(working)
     if len(cpus) > 1:
         return Devices(len(cpus), least, 0.0, len(cpus), least, precision)
@@ -101,12 +105,12 @@ def run_adaptation(job: AdaptJob, console: Console, connect: Connect = already) 
         console.rule("the model")
         base = base_model(job, places)
         connect()
-        found = devices()
         console.rule("its answers")
         try:
+            found = devices()
             check_jobs(job, base, places, found)
             generated = run_generation(generate_job(job, base, places, found), console, RayEngines)
-        except ConfigError:
+        except MarsError:
             # Refused before the first answer: a job with more minutes may begin here.
             if not any(path.exists() for path in (places.answers, places.part)):
                 (places.root / _JOB_FILE).unlink()
@@ -148,7 +152,7 @@ def run_adaptation(job: AdaptJob, console: Console, connect: Connect = already) 
 
 def base_model(job: AdaptJob, places: Places) -> Path:
     """The model directory that the job names, or one made from its file or package."""
-    given = Path(job.model).expanduser()
+    given = Path(expanduser(job.model))
     if (given / CONFIG_FILE).is_file():
         read_config(given)
         return given.absolute()
@@ -162,7 +166,8 @@ def _train(
     minutes = job.minutes
     if minutes is not None:
         minutes = max(minutes - answers_s / 60, _LEAST_SHARE * minutes)
-    trained = run_training(train_job(job, base, places, parts, found, minutes))
+    before = begun(places.training)
+    trained = run_training(train_job(job, base, places, parts, found, minutes, before))
     if not places.adapter.exists():
         draft = places.adapter.with_name(".adapter")
         shutil.rmtree(draft, ignore_errors=True)

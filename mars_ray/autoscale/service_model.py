@@ -398,10 +398,14 @@ def levels_of(frontier: Frontier, mode: str, depth: int) -> tuple[Level, ...]:
     """A level for each threshold that the frontier has in this mode, by falling threshold.
 
     If a threshold has several points, one at the whole trained depth counts first, then the
-    fastest. A point never loses less than one at a higher threshold: a better accuracy there is
-    noise. Raises ConfigError without a lossless level.
+    fastest; a point without masks tells nothing of them. A point never loses less than one at a
+    higher threshold: a better accuracy there is noise. Raises ConfigError without a lossless level.
     """
-    points = [p for p in frontier.points if p.mode["type"] == mode and p.threshold is not None]
+    points = [
+        p
+        for p in frontier.points
+        if p.mode["type"] == mode and p.threshold is not None and p.mode.get("window") != 0
+    ]
     if mode == "confidence":
         points = [p for p in points if p.threshold != 1 and p.mode["measure"] == "probability"]
         first = [Level(1.0, 0.0, ())]

@@ -240,8 +240,24 @@ def _fitted(job: ServeJob, there: dict[str, float], left: dict[str, float]) -> S
     return job.model_copy(update={"scaling": scaling})
 
 
+# What is said where nodes come when they are asked for, and none is there to be looked at.
+NOT_STARTED = (
+    "no worker has started yet: start one by `ray job submit --entrypoint-num-gpus 1 -- true`, "
+    "or for CPUs --entrypoint-num-cpus 1, or by min_workers in the cluster's file"
+)
+
+
 def trained(cluster: ClusterConfig) -> ClusterConfig:
-    """The cluster section of a training job with the GPUs of each worker."""
+    """The cluster section of a training job with the GPUs of each worker.
+
+    Raises ConfigError if the job does not say it and no node is there to compute on.
+    """
+    import ray
+
+    if cluster.gpus_per_worker is None and ray.is_initialized():
+        there = ray.cluster_resources()
+        if not (there.get("CPU") or there.get("GPU")):
+            raise ConfigError(f"{NOT_STARTED}; or set cluster.gpus_per_worker")
     each = gpus_each(cluster.gpus_per_worker, cluster_gpus())
     return cluster.model_copy(update={"gpus_per_worker": each})
 

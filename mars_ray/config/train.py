@@ -289,6 +289,11 @@ class StageConfig(Config):
             raise ValueError("objective draft needs a section [adapter]; it may be empty")
         if self.lora is not None:
             raise ValueError("lora does not go with objective draft; adapter.rank is its LoRA")
+        if self.adapter.rank == 0 and not self.adapter.train_mask_embeddings:
+            if self.adapter.head_size == 0:
+                raise ValueError("adapter has nothing to train: no embeddings, LoRA or head")
+            if not self.objective.head_loss_weight:
+                raise ValueError("objective.head_loss_weight 0 would train nothing of a head alone")
         if self.adapter.head_size == 0:
             if self.objective.head_loss_weight != 1:
                 raise ValueError(

@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,17 @@ def expand(patterns: Sequence[str]) -> list[Path]:
     """The files that the paths and globs name, each once; those of one glob are sorted. A missing
     `jobs/NAME` is the package's own.
 
-    Raises DataError for a path or glob that matches no file, or one of an unknown kind.
+    Raises DataError for a path or glob that matches no file, one that may not be read, or one of an
+    unknown kind.
     """
     named: dict[Path, None] = {}
     for pattern in patterns:
-        full = str(found(Path(pattern).expanduser()))
-        # An existing name is not a glob, whatever characters it has.
-        names = [full] if Path(full).exists() else sorted(glob.glob(full, recursive=True))
+        full = str(found(expanduser(pattern)))
+        try:
+            # An existing name is not a glob, whatever characters it has.
+            names = [full] if Path(full).exists() else sorted(glob.glob(full, recursive=True))
+        except PermissionError as error:
+            raise DataError(f"cannot read {pattern}: {error}") from error
         if not names:
             raise DataError(f"no such file: {pattern} (looked in {Path.cwd()})")
         for name in names:

@@ -31,7 +31,7 @@ from mars_ray.data import files
 from mars_ray.data.chat import ChatEncoder, Encoded, encoder_of
 from mars_ray.data.sources import BadRows, Record, read, token_plan
 from mars_ray.errors import DataError
-from mars_ray.files import remedy
+from mars_ray.files import clear_abandoned, remedy
 from mars_ray.progress import Bars
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ARRAYS = {"tokens": np.int32, "response": np.bool_, "starts": np.int64}
+# Begins the name of a cache that is not whole yet.
+_BUILDING = ".building-"
 # Delay before the number of conversations is shown, and the interval of its updates.
 _QUIET_S = 2.0
 _UPDATE_EVERY = 256
@@ -143,7 +145,8 @@ def _built(
     cache_dir = directory.parent
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".building-", dir=cache_dir) as work:
+        clear_abandoned(cache_dir, f"{_BUILDING}*")
+        with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=cache_dir) as work:
             _build(source, encoder_of(tokenizer), config, Path(work) / "new")
             _put(Path(work), directory)
         return Conversations(directory)
@@ -201,7 +204,7 @@ def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: 
         tokens = stack.enter_context((directory / "tokens.bin").open("wb"))
         response = stack.enter_context((directory / "response.bin").open("wb"))
         records = stack.enter_context(counted(read(source, report), "tokenising"))
-        for encoded in _encode_all(records, encoder, config.max_length, report):
+        for encoded in _encode_all(records, encoder, report):
             ids = encoded.input_ids[: config.max_length]
             marks = encoded.response[: config.max_length]
             if len(ids) < len(encoded.input_ids):
@@ -228,7 +231,7 @@ def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: 
 
 
 def _encode_all(
-    records: Iterable[Record], encoder: ChatEncoder, max_length: int, report: BadRows
+    records: Iterable[Record], encoder: ChatEncoder, report: BadRows
 ) -> Iterator[Encoded]:
     """The records' tokens; records that the chat template refuses go to `report`."""
     rest = iter(records)
@@ -237,7 +240,7 @@ def _encode_all(
         for record in chunk:
             try:
                 plans.append(
-                    token_plan(record, encoder, max_length)
+                    token_plan(record, encoder)
                     if record.prompt_ids
                     else encoder.plan(record.messages)
                 )

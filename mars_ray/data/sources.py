@@ -48,7 +48,7 @@ _TOLD = 5
 # Ids are stored as int32 (`rows.py`).
 _MOST = 2**31
 # Decoding writes this for half a character, as at the end of a cut answer.
-_BROKEN = "\ufffd"
+BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +66,20 @@ class Record:
     reference: Any = None  # of a prompt: what the row says that the answer should be, if it does
 
 
-def token_plan(record: Record, encoder: ChatEncoder, max_length: int) -> Plan:
+def token_plan(record: Record, encoder: ChatEncoder) -> Plan:
     """The record's own tokens, of which the answer is the response.
 
-    Raises DataError if nothing of the answer fits `max_length`, or if the ids are visibly of
-    another tokenizer: if there are messages, the ids must decode to the last one.
+    Raises DataError if the ids are visibly of another tokenizer: if there are messages, the ids
+    must decode to the last one.
     """
     prompt, answer, messages = record.prompt_ids, record.answer_ids, record.messages
-    if len(prompt) >= max_length:
-        raise DataError(
-            f"the prompt's {len(prompt)} tokens leave no room in max_length = {max_length}"
-        )
     if (most := max(*prompt, *answer)) >= encoder.vocabulary:
         raise DataError(
             f"token {most} is beyond the tokenizer's {encoder.vocabulary}: the ids are of another "
             "model"
         )
     # An answer may have been cut after its text was written.
-    said = encoder.decode(answer).rstrip(_BROKEN)
+    said = encoder.decode(answer).rstrip(BROKEN)
     if messages and not messages[-1].content.startswith(said):
         raise DataError(
             "answer_ids do not say what the last message says: they are of another model's "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
     grade = files_grader(job.task, problems) if isinstance(job.task, FilesTask) else is_correct
     # Before the output directory is made, which by default is the checkpoint's.
     read_card(job.checkpoint)
-    directory = Path(job.directory).expanduser()
+    directory = Path(expanduser(job.directory))
     if is_files:
         check_apart(directory)
     check_writable(directory / f".{FRONTIER_FILE}", "output_dir")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def _number(text: str) -> float:
 
 def gsm8k_problems(task: Gsm8kTask) -> list[Problem]:
     """The first `count` problems of the file. Raises DataError, naming the line."""
-    path = Path(task.path).expanduser()
+    path = Path(expanduser(task.path))
     if not path.is_file():
         raise DataError(
             f"{path}: no such file; docs/how-to/fine-tune.md has the lines that fetch GSM8K"

@@ -16,7 +16,7 @@ from mars_ray.config.decode import Sampling
 from mars_ray.config.generate import GenerateJob, OwnPrompts
 from mars_ray.data import files
 from mars_ray.data.chat import ChatEncoder, Message, UserTurn, beginning_key, text_key, texts_of
-from mars_ray.data.sources import BadRows, Record, read_prompts
+from mars_ray.data.sources import BROKEN, BadRows, Record, read_prompts
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
 
@@ -115,8 +115,6 @@ def is_excluded(messages: Iterable[Message], excluded: frozenset[bytes]) -> bool
 _LEAST_SHARE = 0.5
 # The number of further tries follows from the share of usable ones so far, plus a margin.
 _LEAST_RATE, _MARGIN = 0.1, 8
-# Decoding writes this for half a character.
-_BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ def tried(completion: Completion, turn: UserTurn, encoder: ChatEncoder) -> Try:
         return Try("", "special tokens")
     if not text:
         return Try("", "empty")
-    return Try("", "broken characters") if _BROKEN in text else Try(text)
+    return Try("", "broken characters") if BROKEN in text else Try(text)
 
 
 @dataclass(slots=True)

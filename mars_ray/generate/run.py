@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from itertools import chain, count, takewhile
+from os.path import expanduser
 from pathlib import Path
 from typing import Protocol
 
@@ -154,7 +155,7 @@ def run_generation(
     not of this job, these prompts and this model. Raises ConfigError if another process is writing
     the output, EngineError if the engines cannot be started or fail, and ModelError.
     """
-    output = Path(job.output).expanduser()
+    output = Path(expanduser(job.output))
     read_card(job.checkpoint)
     check_complete(Path(job.checkpoint))
     check_engine(job.checkpoint, job.engine, (job.mode,))
@@ -462,7 +463,7 @@ def _model(job: GenerateJob) -> str:
     It costs one read of the files. Their times would not do, as they differ between copies.
     """
     directory = Path(job.checkpoint).resolve()
-    output = Path(job.output).expanduser().resolve()
+    output = Path(expanduser(job.output)).resolve()
     # Excluded are files that may appear in the model's directory meanwhile: an evaluation's
     # frontier, outputs of this and other jobs with their tables, and temporary files of all these.
     others = {directory / FRONTIER_FILE, output.with_suffix(".json")}

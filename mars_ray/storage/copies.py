@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from os.path import expanduser
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -64,7 +65,7 @@ class Directory:
         if "://" in name:
             filesystem, root = FileSystem.from_uri(name)
             return cls(filesystem, root.rstrip("/"))
-        return cls(_LOCAL, str(Path(name).expanduser().resolve()))
+        return cls(_LOCAL, str(Path(expanduser(name)).resolve()))
 
     def below(self, name: str) -> "Directory":
         return Directory(self.filesystem, f"{self.root}/{name}")
@@ -199,7 +200,7 @@ def fetched(place: Place, cache: str, check: Check, what: str) -> Path:
     if place.is_on_hub:
         return snapshot(place, [f"*{suffix}" for suffix in WANTED])
     if place.is_uri:
-        return _cached(place.name, Path(cache).expanduser(), check)
+        return _cached(place.name, Path(expanduser(cache)), check)
     if not Path(place.name).is_dir():
         raise ModelError(
             f"there is no directory {place.name} on {socket.gethostname()}: put the {what} on "

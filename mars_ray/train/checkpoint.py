@@ -25,7 +25,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
@@ -89,8 +89,16 @@ def newest(run_dir: Path) -> Path | None:
     return max(complete(run_dir), default=None)
 
 
+def _draft_of(directory: Path) -> Path:
+    """The place of a copy that is being fetched."""
+    return directory.with_name(f".{directory.name}.draft")
+
+
 def clear_unfinished(run_dir: Path) -> None:
-    """Remove incomplete checkpoints of killed attempts, while no other process writes there."""
+    """Remove incomplete checkpoints and copies of killed attempts, while no other process writes
+    there."""
+    for path in run_dir.glob(_draft_of(Path("step_*")).name):
+        shutil.rmtree(path, ignore_errors=True)
     for path in run_dir.glob("step_*"):
         if is_ours(path) and not (path / MANIFEST).exists():
             shutil.rmtree(path, ignore_errors=True)
@@ -229,7 +237,7 @@ class CheckpointStore:
     def download(self, step: int, run_dir: Path) -> None:
         """Put a copy into a run directory, whole or not at all. Raises CheckpointError."""
         final = directory_of(run_dir, step)
-        draft = final.with_name(f".{final.name}.draft")
+        draft = _draft_of(final)
         shutil.rmtree(draft, ignore_errors=True)
         with self._explained(f"fetch {final.name} from"):
             copy = self._directory.below(final.name)
@@ -240,14 +248,20 @@ class CheckpointStore:
 
     def metric(self, step: int, name: str) -> float | None:
         """A metric that was saved with a checkpoint. Raises CheckpointError."""
-        with self._explained("read"):
-            state = json.loads(self._copy(step).read(STATE))
-        return state["metrics"].get(name)
+        return self._state(step)["metrics"].get(name)
+
+    def identity(self, step: int) -> str:
+        """The identity of the job that saved a checkpoint. Raises CheckpointError."""
+        return self._state(step)["identity"]
 
     def delete(self, step: int) -> None:
         """Remove a copy. Raises CheckpointError."""
         with self._explained("delete from"):
             self._copy(step).delete(MANIFEST)
+
+    def _state(self, step: int) -> dict[str, Any]:
+        with self._explained("read"):
+            return json.loads(self._copy(step).read(STATE))
 
     def _copy(self, step: int) -> Directory:
         return self._directory.below(directory_of(Path(), step).name)
@@ -270,10 +284,13 @@ def best_checkpoint(run_dir: Path, config: CheckpointConfig) -> Path:
     return directory_of(run_dir, steps[0])
 
 
-def fetch_copies(run_dir: Path, config: CheckpointConfig, stage: str) -> None:
+def fetch_copies(
+    run_dir: Path, config: CheckpointConfig, stage: str, ours: Collection[str]
+) -> None:
     """Fetch the store's best checkpoints, and its newest if it is newer than all local ones.
 
-    Raises CheckpointError if there is a store that does not answer, or its copies are damaged.
+    `ours` are the identities of this job. Raises CheckpointError if there is a store that does not
+    answer, or its copies are damaged or another job's.
     """
     if config.storage_path is None:
         return
@@ -284,6 +301,11 @@ def fetch_copies(run_dir: Path, config: CheckpointConfig, stage: str) -> None:
     if max(scores, default=-1) > max(here, default=-1):
         wanted.add(max(scores))
     for step in wanted - here:
+        if store.identity(step) not in ours:
+            raise CheckpointError(
+                f"checkpoint.storage_path {config.storage_path} holds another job's copies: name "
+                "another"
+            )
         store.download(step, run_dir)
 
 

@@ -31,8 +31,9 @@ from mars_ray.train.ranks import Ranks, Watchdog
 # Counts of a step by their place: what the clean and the noisy stream are divided by, and masks.
 _STREAMS, _MASKS = slice(0, 2), COUNTS.index("masks")
 # A stage whose length is given in minutes sets its number of steps when an attempt has done this
-# many, and whenever they have doubled. The attempt's first step is not counted, because everything
-# used for the first time makes it longer.
+# many, and whenever they have doubled; unless epochs say how many there are at most, it has as many
+# at least. The attempt's first step is not counted, because everything used for the first time
+# makes it longer.
 _TIMED_STEPS = 10
 # Progress that evaluations pass to the mask schedule.
 _EVAL_PROGRESS = 1.0
@@ -91,11 +92,11 @@ class TrainLoop:
         self._cannot_write = False
         self._mask_tokens = restored.mask_tokens if restored else 0
         self._begun, self._first_step_s = self._step, 0.0
-        self._total_steps = max(
-            parts.total_steps, self._begun + _TIMED_STEPS if self._is_timed else 1
-        )
-        if restored and self._is_timed and restored.step >= _TIMED_STEPS:
+        self._total_steps = parts.total_steps
+        if self._is_timed and restored:
             self._total_steps = restored.total_steps
+        elif self._is_timed and parts.plan.config.epochs is None:
+            self._total_steps = max(parts.total_steps, _TIMED_STEPS)
         streams = parts.objective.streams
         self.meter = Meter(parts.ranks.device, parts.flops, parts.peak_flops, streams)
         self._writer: MetricsWriter | None = None
@@ -169,16 +170,18 @@ class TrainLoop:
     def _set_length(self, elapsed_s: float) -> None:
         """Set the number of steps that fit the minutes, but no more than epochs have if both are
         given. Rank 0's time of all steps but the attempt's first counts, when ten are done and
-        whenever these have doubled."""
+        whenever these have doubled; or at the end, if an earlier attempt did not come so far."""
         done = self._step - self._begun
         if done == 1:
             self._first_step_s = elapsed_s
         tens, rest = divmod(done, _TIMED_STEPS)
-        if rest or tens & (tens - 1):
+        is_early = 0 < self._begun < _TIMED_STEPS and done < _TIMED_STEPS
+        is_early &= self._step == self._total_steps
+        if (rest or tens & (tens - 1)) and not is_early:
             return
         config = self._parts.plan.config
         assert config.minutes is not None
-        step_s = (elapsed_s - self._first_step_s) / (done - 1)
+        step_s = (elapsed_s - self._first_step_s) / (done - 1) if done > 1 else elapsed_s
         left_s = 60 * config.minutes - self._seconds()
         wanted = self._step + max(0, int(left_s / step_s))
         if config.epochs is not None:

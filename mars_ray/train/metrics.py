@@ -190,8 +190,7 @@ class Meter:
 
     def flush(self, ranks: Ranks) -> dict[str, float]:
         """Global means since the last flush, the same on every rank; collective."""
-        steps = self._steps.clamp_min(1).to(self._sums.device)
-        loss, *sums = (ranks.sum(self._sums) / steps).tolist()
+        loss, *sums = (ranks.sum(self._sums) / self._steps.clamp_min(1)).tolist()
         elapsed = time.monotonic() - self._started
         metrics = {"loss": loss} | {stream.name: sums[stream.sum] for stream in self._streams}
         done = dict(zip(COUNTS, self._counts.tolist(), strict=True))
@@ -219,7 +218,7 @@ class Meter:
     def load(self, state: dict[str, Any]) -> None:
         self._sums.copy_(state["sums"])
         self._counts.copy_(state["counts"])
-        self._steps.copy_(torch.as_tensor(state["steps"]))  # a number in older checkpoints
+        self._steps.copy_(state["steps"])
         self._started = time.monotonic() - state["elapsed_s"]
 
 

@@ -6,6 +6,7 @@ really the last file written, nothing is copied, and a run resumes from what lie
 
 import contextlib
 import logging
+import math
 import os
 import pickle
 import shutil
@@ -30,7 +31,7 @@ from ray.train import (
     UserCallback,
     WorkerGroupError,
 )
-from ray.train.torch import TorchTrainer, get_device
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2.api.config import LoggingConfig
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
@@ -42,7 +43,7 @@ from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import fetch_copies
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader, StageProgress
-from mars_ray.train.plan import StagePlan
+from mars_ray.train.plan import StagePlan, known_hashes
 from mars_ray.train.ranks import Ranks, stacks
 from mars_ray.train.worker import resume_stage, unpacked
 
@@ -55,6 +56,8 @@ _RESIZE_CHECK_S = 60.0
 _ELASTIC_START_TIMEOUT_S = 10
 _RESOURCES = "placement_group"
 _AGAIN = "run the same command again to resume"
+# By so much a collective outlasts a step that hangs: the watchdog ends it, and writes its stacks.
+_COLLECTIVE_MORE_S = 60
 # Otherwise glibc returns and fetches pages at every step: with large activations, seconds of system
 # time per step were seen. For CPU workers only, because it holds on to memory.
 _MALLOC = {
@@ -117,7 +120,7 @@ def _prepare(plan: StagePlan) -> None:
             f"the run directory {plan.run_dir} cannot be used: {error}. Mend or mount its "
             f"storage, or choose another output_dir; then {_AGAIN}"
         ) from error
-    fetch_copies(plan.run_dir, plan.job.checkpoint, plan.stage)
+    fetch_copies(plan.run_dir, plan.job.checkpoint, plan.stage, known_hashes(plan.job))
 
 
 class _Fit(threading.Thread):
@@ -168,6 +171,7 @@ def _trainer(plan: StagePlan) -> TorchTrainer:
         _work,
         # Pickled separately, or Ray's controller would open the plan's files, wherever it runs.
         train_loop_config={"plan": pickle.dumps(plan)},
+        torch_config=TorchConfig(timeout_s=math.ceil(cluster.step_timeout_s) + _COLLECTIVE_MORE_S),
         scaling_config=ScalingConfig(
             num_workers=cluster.workers if fewest is None else (fewest, cluster.workers),
             use_gpu=bool(cluster.gpus_per_worker),

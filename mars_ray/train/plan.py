@@ -4,12 +4,15 @@ import hashlib
 import json
 import logging
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
+from mars_ray.config.base import found
 from mars_ray.config.inputs import FilesSource, PretrainedModel, Source
 from mars_ray.config.train import DraftObjective, MarsObjective, StageConfig, TrainJob
 from mars_ray.data.rows import Conversations, Joined, tokenize
@@ -39,6 +42,8 @@ _HARMLESS = frozenset(
         "gradient_checkpointing",
     }
 )
+# Keys of inputs that a submitted job finds in another directory at each start.
+_PATHS = re.compile(r"data\.\w+\.paths|model\.path|stages\.[^.]+\.adapter\.start_from")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +149,8 @@ def stage_plan(
 
 def absolute_files(source: FilesSource) -> FilesSource:
     """A source that finds its files from any working directory."""
-    return source.model_copy(update={"paths": tuple(map(absolute_path, source.paths))})
+    paths = tuple(absolute_path(str(found(path))) for path in source.paths)
+    return source.model_copy(update={"paths": paths})
 
 
 def with_absolute_paths(job: TrainJob) -> TrainJob:
@@ -192,8 +198,18 @@ def identity(job: TrainJob) -> dict[str, Any]:
 
 
 def identity_hash(job: TrainJob) -> str:
-    """A short digest of `identity`."""
-    text = json.dumps(identity(job), sort_keys=True)
+    """A short digest of `identity` without paths: what lies there is told by `StagePlan.data`, and
+    the claim of output_dir tells other names."""
+    return _digest({k: v for k, v in identity(job).items() if not _PATHS.fullmatch(k)})
+
+
+def known_hashes(job: TrainJob) -> tuple[str, str]:
+    """The digests by which a checkpoint is of this job: older ones have one with paths."""
+    return identity_hash(job), _digest(identity(job))
+
+
+def _digest(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -209,7 +225,7 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def absolute_path(path: str) -> str:
     """The path in a form that holds in every working directory."""
-    return str(Path(path).expanduser().absolute())
+    return str(Path(expanduser(path)).absolute())
 
 
 def initial_model(job: TrainJob) -> Path:

@@ -62,6 +62,20 @@ class Ranks:
         return values
 
     @contextmanager
+    def alike(self) -> Iterator[None]:
+        """A context for what every rank does by itself: an error of ours that one meets is raised
+        on every rank, with the host's name if others did not meet it. It is a barrier, too."""
+        problem = None
+        try:
+            yield
+        except MarsError as error:
+            problem = f"rank {self.rank} on {socket.gethostname()}", error
+        met = [found for found in self.gather(problem) if found is not None]
+        if met:
+            where, error = met[0]
+            raise error if len(met) == self.world_size else CheckpointError(f"{where}: {error}")
+
+    @contextmanager
     def barrier(self) -> Iterator[None]:
         """A context for collective work on storage: if it fails on one rank, it fails on all.
 

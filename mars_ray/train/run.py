@@ -1,7 +1,7 @@
 """A training job from its configuration to exported models.
 
     output_dir/
-      job.json              the resolved job, and what ran it
+      job.json              the resolved job, the same as it was given, and what ran it
       initial/              the model before training; not of a draft adapter, whose is untouched
       cache/                tokenised sources
       stages/<stage>/       checkpoints, metrics.jsonl, tensorboard/
@@ -18,18 +18,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mars_ray.cluster.connection import Connect, already
 from mars_ray.config.inputs import PresetModel
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import TrainingError
-from mars_ray.files import changed_keys, remedy, sole_writer, write_whole
+from mars_ray.files import changed_in_all, changed_keys, remedy, sole_writer, write_whole
 from mars_ray.provenance import provenance
 from mars_ray.train.checkpoint import MANIFEST, MODEL, best_checkpoint, read_state
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.on_ray import fit_stage
 from mars_ray.train.plan import StagePlan, identity, initial_model, stage_plan, with_absolute_paths
 
+_RECORD = "job.json"
 _SUMMARY = "training.json"
 
 
@@ -49,10 +51,10 @@ def run_training(job: TrainJob, connect: Connect = already) -> TrainResult:
     is writing it. Raises TrainingError when output_dir holds another job, when a stage fails for
     good, and when it was stopped with Ctrl-C (run again to resume).
     """
-    job = with_absolute_paths(job)
+    given, job = job, with_absolute_paths(job)
     output_dir = Path(job.output_dir)
     with sole_writer(output_dir, output_dir / ".lock", "output_dir"):
-        _claim(output_dir, job)
+        _claim(output_dir, job, given)
         model, adapter = initial_model(job), None
         result = TrainResult({}, {}, {}, {})
         stopped = False
@@ -80,12 +82,24 @@ def run_training(job: TrainJob, connect: Connect = already) -> TrainResult:
         return result
 
 
-def _claim(output_dir: Path, job: TrainJob) -> None:
-    """Claim the directory for this job. Raises TrainingError if another job has trained here."""
-    path, changed = output_dir / "job.json", list[str]()
+def begun(output_dir: Path) -> TrainJob | None:
+    """The job that has claimed the directory; None if none has, or its record cannot be read."""
+    try:
+        return TrainJob.model_validate(json.loads((output_dir / _RECORD).read_text())["job"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _claim(output_dir: Path, job: TrainJob, given: TrainJob) -> None:
+    """Claim the directory for this job, whose paths are absolute, and which was given with others.
+    Raises TrainingError if another job has trained here."""
+    path, moved, changed = output_dir / _RECORD, list[str](), list[str]()
     if path.exists():
         try:
-            recorded = TrainJob.model_validate(json.loads(path.read_text())["job"])
+            record = json.loads(path.read_text())
+            known = [(TrainJob.model_validate(record["job"]), job)]
+            if "given" in record:
+                known.append((TrainJob.model_validate(record["given"]), given))
         except json.JSONDecodeError as error:
             raise TrainingError(
                 f"{path}, which says what the run is of, is damaged: {error}. Choose another "
@@ -96,10 +110,8 @@ def _claim(output_dir: Path, job: TrainJob) -> None:
                 f"{path} is not a job of this version of mars-ray, so its run cannot be resumed: "
                 f"{error}. Choose another output_dir, or delete this one"
             ) from error
-        before, now = (
-            identity(known) | {"order of stages": list(known.stages)} for known in (recorded, job)
-        )
-        changed = changed_keys(before, now)
+        forms = [(_deciding(before), _deciding(now)) for before, now in known]
+        moved, changed = changed_keys(*forms[0]), changed_in_all(forms)
     trained = f"stages/*/*/{MANIFEST}", f"models/*/{_SUMMARY}"
     if any(any(output_dir.glob(place)) for place in trained):
         if changed:
@@ -107,12 +119,16 @@ def _claim(output_dir: Path, job: TrainJob) -> None:
                 f"{output_dir} holds a run of another job, with another {', '.join(changed)}. "
                 "Choose another output_dir, or delete this one to start afresh"
             )
-    elif changed or isinstance(job.model, PresetModel):
+    elif moved or isinstance(job.model, PresetModel):
         # A preset's tokenizer is made from the data, which may have been repaired since.
         shutil.rmtree(output_dir / "initial", ignore_errors=True)
-    content = {"job": job.model_dump(mode="json"), "provenance": provenance()}
+    jobs = {"job": job.model_dump(mode="json"), "given": given.model_dump(mode="json")}
     with _explained(path):
-        write_whole(path, json.dumps(content, indent=1))
+        write_whole(path, json.dumps(jobs | {"provenance": provenance()}, indent=1))
+
+
+def _deciding(job: TrainJob) -> dict[str, Any]:
+    return identity(job) | {"order of stages": list(job.stages)}
 
 
 def _export(plan: StagePlan, outcome: StageOutcome, directory: Path) -> None:

@@ -54,7 +54,7 @@ from mars_ray.train.loop import Report, StageOutcome, StageParts, TrainLoop
 from mars_ray.train.memory import RowSize, advice, check_memory
 from mars_ray.train.metrics import DraftFlops, Flops, ModelFlops, RankTimer, peak_flops
 from mars_ray.train.model_step import StageObjective, TrainStep
-from mars_ray.train.plan import StagePlan, identity_hash
+from mars_ray.train.plan import StagePlan, known_hashes
 from mars_ray.train.ranks import Ranks, Watchdog
 
 
@@ -258,7 +258,8 @@ def train_stage(
     """
     torch.manual_seed(plan.seed + ranks.rank)
     try:
-        restored = _read_checkpoint(plan, resume_from) if resume_from else None
+        with ranks.alike():
+            restored = _read_checkpoint(plan, resume_from) if resume_from else None
         parts = _assemble(plan, ranks, resume_from, restored, report)
     except MarsError as error:
         return error
@@ -299,11 +300,12 @@ def _assemble(
 ) -> StageParts:
     base = plan.job.model
     is_draft = plan.config.adapter is not None
-    if is_draft and isinstance(base, PretrainedModel) and not plan.start_model.is_dir():
-        # Of the hub: this worker's node fetches the same commit.
-        source = Place(base.path, revision=plan.start_model.name)
-        if source.is_on_hub:
-            plan = replace(plan, start_model=local_copy(source, cache=""))
+    with ranks.alike():
+        if is_draft and isinstance(base, PretrainedModel) and not plan.start_model.is_dir():
+            # Of the hub: this worker's node fetches the same commit.
+            source = Place(base.path, revision=plan.start_model.name)
+            if source.is_on_hub:
+                plan = replace(plan, start_model=local_copy(source, cache=""))
     row = RowSize.of(plan.train, plan.job.data)
     check_memory(shape_of(plan.start_model), plan.job, plan.config, row, ranks)
     module = (draft_module if is_draft else model_module)(plan, ranks, resume_from)
@@ -374,7 +376,7 @@ def make_engine(plan: StagePlan, step: Step, ranks: Ranks, timer: RankTimer) -> 
 def _read_checkpoint(plan: StagePlan, directory: Path) -> TrainState:
     checkpoint.verify(directory)
     state = checkpoint.read_state(directory)
-    if state.identity != identity_hash(plan.job):
+    if state.identity not in known_hashes(plan.job):
         raise CheckpointError(
             f"{directory} was written by another job (its resolved configuration differs). "
             "Choose another output_dir, or delete this one"

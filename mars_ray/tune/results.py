@@ -33,7 +33,8 @@ from mars_ray.core.frontier import (
 )
 from mars_ray.decode.kv_cache import model_context
 from mars_ray.decode.request import check_context
-from mars_ray.errors import ConfigError, MarsError, TrainingError
+from mars_ray.errors import MarsError, TrainingError
+from mars_ray.evaluate import bench
 from mars_ray.evaluate.run import run_evaluation, written
 from mars_ray.evaluate.tasks import Problem, prompts_of
 from mars_ray.files import replaced, write_whole
@@ -71,12 +72,7 @@ def check_room(job: TuneJob, problems: list[Problem], start_model: Path) -> None
     context = objectives.engine.max_context or model_context(config)
     prompts = prompts_of(problems, load_tokenizer(start_model))
     needed = max(map(len, prompts)) + objectives.max_new_tokens
-    if needed > context:
-        raise ConfigError(
-            f"objectives.engine.max_context {context} is too small: the longest prompt and its "
-            f"answer take {needed} tokens; set it to that at least, or lower "
-            "objectives.max_new_tokens"
-        )
+    bench.check_room(needed, context, "objectives.engine.max_context")
 
 
 def measure(

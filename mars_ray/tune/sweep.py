@@ -1,7 +1,7 @@
 """A sweep, from its configuration to the end of its trials; run again to resume.
 
 output_dir/
-  sweep.json        the resolved job, and its provenance
+  sweep.json        the resolved job, the same as it was given, and its provenance
   base/             the stages before the tried one, and the model that trials start from
   cache/            tokenised sources, shared by all trials
   trials.jsonl      the events of all trials (search.py)
@@ -27,12 +27,12 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler
 from rich.console import Console
 
-from mars_ray.cluster.connection import Connect, already, gpus_each
+from mars_ray.cluster.connection import Connect, already, gpus_each, trained
 from mars_ray.config.evaluate import Gsm8kTask, PromptsTask
 from mars_ray.config.tune import AshaScheduler, TuneJob
 from mars_ray.errors import TrainingError
 from mars_ray.evaluate.tasks import problems_of
-from mars_ray.files import changed_keys, replaced, sole_writer, write_whole
+from mars_ray.files import changed_in_all, replaced, sole_writer, write_whole
 from mars_ray.progress import Lines
 from mars_ray.provenance import provenance
 from mars_ray.train.plan import (
@@ -97,7 +97,7 @@ def run_sweep(job: TuneJob, console: Console, connect: Connect = already) -> Swe
     with sole_writer(directory, directory / ".lock", "output_dir"):
         ledger = run_trials(job, console, connect)
         kept = survivors(ledger, job.objectives)
-        frontiers = measure(resolved, kept, start_model(resolved), console)
+        frontiers = measure(resolved, kept, start_model(job), console)
         chosen = best(frontiers, job.objectives, kept)
         rows = rows_of(job, ledger, frontiers, chosen)
         sweep = Sweep(rows, summary_of(job, rows, frontiers))
@@ -118,15 +118,16 @@ def run_trials(job: TuneJob, console: Console, connect: Connect = already) -> Le
     trial's model could not generate. Raises DataError if the objectives' task cannot be read, and
     TrainingError if output_dir holds another sweep or the sweep was stopped.
     """
-    job = absolute(job)
+    given, job = job, absolute(job)
     check_space(job)
     problems = problems_of(job.objectives.task)
-    _claim(job)
-    start = start_model(job, connect)
+    _claim(job, given)
+    start = start_model(given, connect)
     check_room(job, problems, start)
     # Tokenises the data once, before the first trial needs it.
     stage_plan(job.train, job.stage_name, start)
     connect()
+    trained(job.train.cluster)  # or every trial would refuse it
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
     # Otherwise Tune warns about missing result files, which it was configured not to write.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
@@ -299,20 +300,24 @@ class _Watch(tune.Callback):
 
 
 def start_model(job: TuneJob, connect: Connect = already) -> Path:
-    """The model that trials start from; runs the stages before the tried one, if any."""
-    base = str(Path(job.output_dir) / "base")
+    """The model that trials of the job, as it was given, start from; runs the stages before the
+    tried one, if any."""
+    resolved = absolute(job)
+    base = {"output_dir": str(Path(resolved.output_dir) / "base")}
     before = {name: s for name, s in job.train.stages.items() if name != job.stage_name}
-    train = job.train.model_copy(update={"output_dir": base})
     if not before:
-        return initial_model(train)
-    trained = run_training(train.model_copy(update={"stages": before}), connect)
-    return list(trained.models.values())[-1]
+        return initial_model(resolved.train.model_copy(update=base))
+    cached = {"cache_dir": resolved.train.data.cache_dir}
+    data = {"data": job.train.data.model_copy(update=cached)}
+    result = run_training(job.train.model_copy(update=base | data | {"stages": before}), connect)
+    return list(result.models.values())[-1]
 
 
-def _claim(job: TuneJob) -> None:
-    """Claim the directory for this sweep. Raises TrainingError if it belongs to another."""
+def _claim(job: TuneJob, given: TuneJob) -> None:
+    """Claim the directory for this sweep, whose paths are absolute, and which was given with
+    others. Raises TrainingError if it belongs to another."""
     path = Path(job.output_dir) / "sweep.json"
-    table = job.model_dump(mode="json")
+    tables = {"job": job.model_dump(mode="json"), "given": given.model_dump(mode="json")}
 
     def deciding(job: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that trials depend on, by key. Of the objectives that is only the score; how
@@ -322,11 +327,12 @@ def _claim(job: TuneJob) -> None:
         return others | {"objectives.clean_ce_weight": weight}
 
     if path.exists():
-        changed = changed_keys(deciding(json.loads(path.read_text())["job"]), deciding(table))
-        if changed:
+        known = json.loads(path.read_text())
+        forms = [(deciding(known[f]), deciding(now)) for f, now in tables.items() if f in known]
+        if changed := changed_in_all(forms):
             raise TrainingError(
                 f"{job.output_dir} holds another sweep, with another {', '.join(changed)}. "
                 "Choose another output_dir, or delete this one to start afresh"
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({"job": table, "provenance": provenance()}, indent=1))
+    write_whole(path, json.dumps(tables | {"provenance": provenance()}, indent=1))

@@ -18,7 +18,7 @@ from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.base import name_of
 from mars_ray.config.load import load_job
 from mars_ray.config.serve import ServeJob
-from mars_ray.errors import ConfigError
+from mars_ray.errors import ConfigError, DataError, MarsError
 from mars_ray.model.directory import fingerprint
 from mars_ray.model.draft_adapter import read_draft_adapter
 
@@ -53,11 +53,14 @@ SMALL: dict[str, Any] = {
 }
 
 
-def test_a_budget_that_was_refused_may_be_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("kind", [ConfigError, DataError])
+def test_a_budget_that_was_refused_may_be_raised(
+    kind: type[MarsError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Guards advice that is refused when it is taken: the directory belongs to no job yet."""
 
     def refuse(*_: object) -> None:
-        raise ConfigError("give 1.3 times as many minutes")
+        raise kind("give 1.3 times as many minutes")
 
     monkeypatch.setattr(run, "run_generation", refuse)
     monkeypatch.setattr(run, "base_model", lambda *_: tmp_path)
@@ -65,7 +68,7 @@ def test_a_budget_that_was_refused_may_be_raised(tmp_path: Path, monkeypatch: py
     asked = {"kind": "adapt", "name": "x", "model": "m", "output_dir": str(tmp_path / "x")}
     for minutes in (1, 1.3):
         job = AdaptJob.model_validate(asked | {"minutes": minutes})
-        with pytest.raises(ConfigError, match="as many minutes"):
+        with pytest.raises(kind, match="as many minutes"):
             run.run_adaptation(job, Console(quiet=True), lambda: None)
 
 

@@ -11,6 +11,7 @@ from mars_ray.adapt.run import devices
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.load import parse_job
 from mars_ray.errors import ConfigError
+from mars_ray.train.plan import identity
 
 CPUS = Devices(2, 4.0, 0.0, 1, 8.0, "float32")
 GPU = Devices(1, 8.0, 1.0, 1, 8.0, "bfloat16")
@@ -54,6 +55,17 @@ def test_workers_have_the_cpus_that_there_are(tmp_path, workers):
     assert -(-workers // 2) * each.cpus_per_worker <= 5
 
 
+@pytest.mark.parametrize(("found", "workers"), [(1, 1), (3, 2), (4, 4), (6, 4)])
+def test_a_training_goes_on_with_other_nodes(tmp_path, found, workers):
+    """Guards an adaptation that a cluster of another size, or of other CPUs, refuses to resume."""
+    parts = Split(Path("a"), Path("b"), 10, 5, 0)
+    first, now = (Devices(n, 4.0, 0.0, n, 4.0, p) for n, p in ((4, "float32"), (found, "bfloat16")))
+    begun = train_job(job(), Path("m"), Places(tmp_path), parts, first, None)
+    resumed = train_job(job(), Path("m"), Places(tmp_path), parts, now, None, begun)
+    assert identity(resumed) == identity(begun)
+    assert resumed.cluster.workers == workers
+
+
 @pytest.mark.parametrize(
     ("nodes", "workers", "each"),
     [
@@ -69,3 +81,11 @@ def test_a_head_without_gpus_takes_no_part_in_their_share(monkeypatch, nodes, wo
     monkeypatch.setattr(ray, "nodes", lambda: rows)
     found = devices()
     assert (found.workers, found.cpus_per_worker, found.gpus_per_worker) == (workers, each, 1)
+
+
+def test_nothing_is_guessed_where_no_worker_has_started(monkeypatch):
+    """Guards CPUs for work that GPUs would come for, on a cluster that begins with its head."""
+    head = {"Alive": True, "NodeID": "a", "Resources": {"memory": 8e9}}
+    monkeypatch.setattr(ray, "nodes", lambda: [head])
+    with pytest.raises(ConfigError, match=r"no worker has started yet: start one by `ray job sub"):
+        devices()

@@ -207,6 +207,17 @@ def test_a_threshold_with_several_windows_is_one_level(mode):
     assert len(only_narrow) == len(levels_of(frontier, mode, 8))
 
 
+def test_a_point_without_masks_tells_nothing_of_them():
+    """Guards a service that counts on masks for what n-gram lookup alone has given."""
+    frontier = Frontier.from_json((RESULTS / "demo.json").read_text())
+    plain, point = frontier.points[:2]
+    alone = replace(point, mode=point.mode | {"window": 0}, forwards=point.forwards // 2)
+    both = replace(frontier, points=(plain, point, alone))
+    assert levels_of(both, "verified", 8)[0] == levels_of(frontier, "verified", 8)[0]
+    with pytest.raises(ConfigError, match="no point verified 1"):
+        levels_of(replace(frontier, points=(plain, alone)), "verified", 8)
+
+
 def test_steps_of_the_committed_benchmarks():
     """Step measurements if there are any, else the decoders' own mean steps; else an error."""
     result = json.loads((RESULTS / "decode_0_5b.json").read_text())

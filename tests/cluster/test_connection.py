@@ -6,9 +6,10 @@ import socket
 import pytest
 import ray
 
-from mars_ray.cluster.connection import Connection, fitted
+from mars_ray.cluster.connection import Connection, fitted, trained
 from mars_ray.cluster.machine import LOOPBACK, free_port, listens
 from mars_ray.config.serve import ServeJob
+from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import ConfigError
 
 
@@ -70,6 +71,16 @@ def test_gpus_that_are_not_there_are_refused():
     """Guards a service that waits for ever to be scheduled."""
     with pytest.raises(ConfigError, match=r"gpus_per_replica=1 \(--gpus\), and this machine has 0"):
         on_two_cores(gpus_per_replica=1)
+
+
+def test_no_training_guesses_where_no_worker_has_started(monkeypatch):
+    """Guards workers on CPUs of a cluster that begins with its head, and would bring GPUs."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    assert trained(ClusterConfig()).gpus_per_worker == 0
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"memory": 8e9})
+    with pytest.raises(ConfigError, match=r"no worker .* or set cluster\.gpus_per_worker"):
+        trained(ClusterConfig())
+    assert trained(ClusterConfig(gpus_per_worker=1)).gpus_per_worker == 1
 
 
 def test_an_address_where_nothing_listens_is_told_at_once(monkeypatch):

@@ -60,6 +60,17 @@ def test_the_best_may_be_the_fastest():
         ({"objective": {"type": "ar"}}, "only objective draft trains one"),
         ({"lora": {}}, "adapter.rank is its LoRA"),
         ({"adapter": {"rank": 0, "alpha": 8}}, "no effect with rank 0"),
+        (
+            {"adapter": {"rank": 0, "head_size": 0, "train_mask_embeddings": False}},
+            "adapter has nothing to train",
+        ),
+        (
+            {
+                "objective": {"type": "draft", "head_loss_weight": 0},
+                "adapter": {"rank": 0, "train_mask_embeddings": False},
+            },
+            "head_loss_weight 0 would train nothing",
+        ),
         ({"adapter": {"targets": ["q_proj", "q_proj"]}}, "named twice"),
         ({"adapter": {"targets": ["lm_head"]}}, "targets"),
         ({"objective": {"type": "draft", "grids": 5}}, "more than the block size 4"),

@@ -1,7 +1,9 @@
 import copy
 import dataclasses
 import json
+import os
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -279,3 +281,17 @@ def test_gsm8k(tokenizer, tmp_path):
         encoded = conversations[index]
         answer = tokenizer.decode(encoded.input_ids[encoded.response])
         assert answer == record.messages[1].content + "<|im_end|>"
+
+
+def test_what_a_killed_process_has_left_goes_after_a_day(tokenizer, tmp_path):
+    """Guards a disk that fills with halves; a process that is building now may have begun long
+    ago."""
+    now = time.time()
+    for name, age_s in (("dead", 2 * 86_400), ("slow", 60)):
+        half = tmp_path / f".building-{name}" / "new"
+        half.mkdir(parents=True)
+        (half / "tokens.bin").touch()
+        for path, age in ((half / "tokens.bin", age_s), (half, 2 * 86_400), (half.parent, 2e5)):
+            os.utime(path, (now - age, now - age))
+    tokenize(SOURCE, tokenizer, CONFIG, tmp_path)
+    assert [path.name for path in tmp_path.glob(".building-*")] == [".building-slow"]

@@ -73,17 +73,17 @@ def test_ids_reach_a_batch_as_they_are(tokenizer: PreTrainedTokenizerFast, tmp_p
         assert found[index][1].tobytes() == is_answer.tobytes()
 
 
-def test_long_rows_are_cut_and_long_prompts_are_bad(
+def test_long_rows_are_cut_and_those_of_long_prompts_are_left_out(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ):
-    """At the end, where an answer is; guards rows that teach nothing, taken without a word."""
+    """At the end, where an answer is, as rows of text are. Guards rows that teach nothing, and data
+    of which a few such rows are too many."""
     rows = [{"prompt_ids": [5] * prompt, "answer_ids": [6] * 10} for prompt in (3, 20, 30)]
-    conversations = read_rows(tmp_path, tokenizer, *rows, max_length=25, max_bad_share=0.5)
+    conversations = read_rows(tmp_path, tokenizer, *rows, max_length=25)
     assert conversations.lengths.tolist() == [13, 25]
     assert conversations[1].response.tolist() == [False] * 20 + [True] * 5
-    assert (conversations.summary.bad, conversations.summary.truncated) == (1, 1)
-    with pytest.raises(DataError, match=r"own\.jsonl:3: the prompt's 30 tokens leave no room"):
-        read_rows(tmp_path, tokenizer, *rows, max_length=25)
+    summary = conversations.summary
+    assert (summary.bad, summary.dropped, summary.truncated) == (0, 1, 1)
 
 
 def test_an_answer_that_was_cut_after_it_was_written_is_taken(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from mars_ray.config.train import MarsObjective
 from mars_ray.data.loader import LoaderState
@@ -73,6 +74,7 @@ def test_what_a_killed_attempt_left_is_removed(tmp_path):
     write(tmp_path / "step_00000007.bak")
     for name in ("step_00000007", "step_00000007.bak"):
         (tmp_path / name / "manifest.json").unlink()
+    write(tmp_path / ".step_00000010.draft")
     checkpoint.clear_unfinished(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"step_00000010", "step_00000007.bak"}
 
@@ -239,3 +241,14 @@ def test_means_by_hand_and_across_a_checkpoint():
     metrics = meter.flush(RANKS)
     assert (metrics["loss"], metrics["clean_ce"], metrics["noisy_ce"]) == (3.0, 1.5, 1.5)
     assert resumed.flush(RANKS)["loss"] == 0
+
+
+def test_means_of_a_gpu_reach_their_numbers():
+    """Guards the first log line of every training on a GPU. Tensors without values stop at the
+    first number that is asked of them, and know which devices do not go together."""
+    cuda = torch.device("cuda")
+    streams = StageObjective(MarsObjective(), 0, 0).streams
+    with FakeTensorMode():
+        meter = Meter(cuda, ModelFlops(1, 1, 1), 1.0, streams)
+        with pytest.raises(DataDependentOutputException):
+            meter.flush(Ranks(0, 1, cuda))

@@ -323,10 +323,14 @@ def test_a_stage_that_is_resumed_early_keeps_its_minutes(model, tmp_path, monkey
     assert again.total_steps == pytest.approx(whole.total_steps, rel=0.25)
 
 
-def test_minutes_that_outlast_the_epochs_end_with_them(model, tmp_path):
-    """Guards a long budget on few rows: 314 steps on nine answers."""
-    job = changed(make_job(model, tmp_path), steps=None, minutes=60.0, epochs=3.0)
-    outcome = run_alone(make_plan(job, model))
-    once = changed(make_job(model, tmp_path / "once"), steps=None, epochs=3.0)
+@pytest.mark.parametrize("epochs", [3.0, 0.2])
+def test_minutes_that_outlast_the_epochs_end_with_them(model, tmp_path, epochs):
+    """Guards a long budget on few rows, 314 steps on nine answers; and fewer steps than are timed,
+    which were ten, and ten more after each resume."""
+    job = changed(make_job(model, tmp_path), steps=None, minutes=60.0, epochs=epochs)
+    plan = make_plan(job, model)
+    outcome = run_alone(plan)
+    once = changed(make_job(model, tmp_path / "once"), steps=None, epochs=epochs)
     assert outcome.finished
-    assert outcome.total_steps == max(10, run_alone(make_plan(once, model)).total_steps)
+    assert outcome.total_steps == run_alone(make_plan(once, model)).total_steps
+    assert run_alone(plan, outcome.checkpoint).total_steps == outcome.total_steps

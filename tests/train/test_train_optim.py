@@ -7,9 +7,17 @@ import pytest
 import torch
 from train.small_jobs import make_job
 
+from mars_ray.config import base
+from mars_ray.config.inputs import FilesSource
 from mars_ray.config.train import OptimizerConfig, TrainJob
 from mars_ray.train.engine import learning_rate, make_optimizer
-from mars_ray.train.plan import identity, identity_hash, with_absolute_paths
+from mars_ray.train.plan import (
+    absolute_files,
+    identity,
+    identity_hash,
+    known_hashes,
+    with_absolute_paths,
+)
 
 
 def test_learning_rate_by_hand():
@@ -60,6 +68,17 @@ def test_a_job_becomes_independent_of_the_working_directory(tmp_path, monkeypatc
     assert absolute.data.cache_dir == str(tmp_path / "cache")
 
 
+def test_files_of_the_package_are_found_from_anywhere(tmp_path, monkeypatch):
+    """Guards `jobs/NAME` that passes the look at the inputs and is missing for the work."""
+    monkeypatch.setattr(base, "_PACKAGE", tmp_path / "package")
+    (tmp_path / "package" / "jobs").mkdir(parents=True)
+    shipped = tmp_path / "package" / "jobs" / "rows.jsonl"
+    shipped.touch()
+    monkeypatch.chdir(tmp_path)
+    absolute = absolute_files(FilesSource(paths=("jobs/rows.jsonl", "jobs/none.jsonl")))
+    assert absolute.paths == (str(shipped), str(tmp_path / "jobs" / "none.jsonl"))
+
+
 def test_a_hub_name_is_not_taken_for_a_path(tmp_path, monkeypatch):
     """Guards hub models: `Qwen/Qwen2.5-0.5B` must stay a name."""
     monkeypatch.chdir(tmp_path)
@@ -85,3 +104,11 @@ def test_identity_ignores_what_does_not_change_the_model(change, same):
     other = TrainJob.model_validate(job.model_dump() | change)
     assert (identity(job) == identity(other)) is same
     assert (identity_hash(job) == identity_hash(other)) is same
+
+
+def test_a_checkpoint_is_known_wherever_its_inputs_lie():
+    """Guards checkpoints of a submitted job; and older ones, whose digest has the paths in it."""
+    one, other = (make_job(Path(where) / "model", Path("out")) for where in ("/a", "/b"))
+    assert identity_hash(one) == identity_hash(other)
+    assert known_hashes(one)[0] == identity_hash(one)
+    assert known_hashes(one)[1] != known_hashes(other)[1]

@@ -75,6 +75,22 @@ def test_no_rank_writes_a_model_when_one_cannot_begin(tmp_path):
         assert "could not be written" in path.read_text()
 
 
+def resume_apart(plan: StagePlan, wrote: Path) -> None:
+    """Rank 1's file system does not show the checkpoint yet."""
+    ranks = Ranks.current(torch.device("cpu"))
+    resume_from = directory_of(plan.run_dir, 10) if ranks.is_main else wrote / "step_00000010"
+    outcome = train_stage(plan, ranks, resume_from, ignore_report)
+    (wrote / str(ranks.rank)).write_text(str(outcome))
+
+
+def test_what_one_rank_does_not_see_is_told_on_all(one_rank, tmp_path):
+    """Guards half an hour in a collective that the other rank has left."""
+    spawn(resume_apart, 2, one_rank, tmp_path)
+    for rank in "01":
+        assert "rank 1 on" in (tmp_path / rank).read_text()
+        assert "is no complete checkpoint" in (tmp_path / rank).read_text()
+
+
 def two_ranks(model: Path, output_dir: Path, **sections) -> StagePlan:
     """Micro-batches of one row, so that each rank accumulates two."""
     job = make_job(model, output_dir, **sections).model_dump()

@@ -18,7 +18,14 @@ from ray import cloudpickle
 from train.small_jobs import make_job, make_model, make_plan, records
 
 from mars_ray.config.train import TrainJob
-from mars_ray.errors import ConfigError, DataError, MarsError, MemoryShortError, TrainingError
+from mars_ray.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MarsError,
+    MemoryShortError,
+    TrainingError,
+)
 from mars_ray.model.directory import CARD_FILE
 from mars_ray.train import on_ray, run
 from mars_ray.train.loop import StageOutcome
@@ -130,6 +137,34 @@ def test_a_start_that_trained_nothing_claims_nothing(model, tmp_path, monkeypatc
     assert connected == ["answer", "answer"]
 
 
+@pytest.mark.usefixtures("without_ray")
+def test_a_run_goes_on_in_another_directory_with_the_same_files(model, tmp_path, monkeypatch):
+    """A submitted job finds the files that travel with it in another directory at each start.
+    Guards a run that cannot be resumed by the command that began it, and one that goes on with
+    other conversations under the same names."""
+    rows = [{"prompt": f"{i} + 1?", "response": str(i + 1)} for i in range(8)]
+
+    def go(where: str, first: str = "1", **changes) -> None:
+        rows[0]["response"] = first
+        (tmp_path / where).mkdir()
+        monkeypatch.chdir(tmp_path / where)
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path("model").symlink_to(model)
+        train = {"type": "files", "paths": ["rows.jsonl"]}
+        data = {"max_length": 64, "train": train}
+        run_training(short_job(Path("model"), tmp_path / "run", data=data, **changes))
+
+    go("one")
+    shutil.rmtree(tmp_path / "run" / "models")
+    go("two")
+    assert len(list((tmp_path / "run").glob("models/*/training.json"))) == 2
+    shutil.rmtree(tmp_path / "run" / "models")
+    with pytest.raises(CheckpointError, match="trained on other conversations"):
+        go("three", first="2")
+    with pytest.raises(TrainingError, match="another job, with another seed"):
+        go("four", seed=5)
+
+
 def test_a_model_to_start_from_is_made_anew_until_something_is_trained(
     model, tmp_path, monkeypatch
 ):
@@ -199,6 +234,15 @@ def test_rays_controller_imports_nothing_of_ours():
     )
     pickled = cloudpickle.dumps(on_ray._failure_printer())
     assert subprocess.run([sys.executable, "-c", code], input=pickled, check=False).returncode == 0
+
+
+def test_a_long_step_may_wait_in_a_collective(model, tmp_path, monkeypatch):
+    """Guards `step_timeout_s` above Ray's half hour, after which torch would end the group."""
+    made = {}
+    monkeypatch.setattr(on_ray, "_Trainer", lambda *_, **settings: made.update(settings))
+    plan = make_plan(make_job(model, tmp_path, cluster={"step_timeout_s": 7199.5}), model)
+    on_ray._trainer(plan)
+    assert made["torch_config"].timeout_s == 7260
 
 
 def test_conversations_longer_than_the_window_are_refused(tmp_path):

@@ -26,7 +26,7 @@ from mars_ray.errors import CheckpointError, ConfigError, TrainingError
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import CheckpointStore, best_checkpoint, fetch_copies, kept
 from mars_ray.train.loop import StageOutcome
-from mars_ray.train.plan import StagePlan
+from mars_ray.train.plan import StagePlan, known_hashes
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.run import run_training
 from mars_ray.train.worker import resume_stage, train_stage
@@ -43,6 +43,10 @@ def credentials(monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def fetch(plan: StagePlan) -> None:
+    fetch_copies(plan.run_dir, plan.job.checkpoint, plan.stage, known_hashes(plan.job))
 
 
 def plan_of(model: Path, output_dir: Path, **settings) -> StagePlan:
@@ -98,7 +102,7 @@ def test_a_lost_run_directory_is_restored_from_the_store(kind, model, tmp_path, 
         store.delete(20)
         assert store.steps() == {15}
         shutil.rmtree(plan.run_dir)
-        fetch_copies(plan.run_dir, plan.job.checkpoint, plan.stage)
+        fetch(plan)
         newest = checkpoint.newest(plan.run_dir)
         assert newest is not None
         assert newest.name == "step_00000015"
@@ -116,9 +120,22 @@ def test_the_best_comes_back_as_well_as_the_newest(model, tmp_path):
     before = steps_in(plan.run_dir)
     assert len(before) == 2
     shutil.rmtree(plan.run_dir)
-    fetch_copies(plan.run_dir, plan.job.checkpoint, plan.stage)
+    fetch(plan)
     assert steps_in(plan.run_dir) == before
     assert checkpoint.step_of(best_checkpoint(plan.run_dir, plan.job.checkpoint)) == before[0]
+
+
+def test_copies_of_another_job_are_not_fetched(model, tmp_path):
+    """Guards a circle: what was fetched would be refused, and its deletion would fetch it again."""
+    uri = f"file://{tmp_path}/runs"
+    run_alone(plan_of(model, tmp_path / "run", storage_path=uri))
+    job = make_job(model, tmp_path / "other", seed=1, checkpoint={"storage_path": uri})
+    other = make_plan(job, model)
+    with pytest.raises(
+        CheckpointError, match=r"storage_path file:.* another job's .* name another"
+    ):
+        fetch(other)
+    assert checkpoint.newest(other.run_dir) is None
 
 
 def test_an_unreachable_store_is_an_error_before_the_start(model, tmp_path, credentials):
@@ -127,7 +144,7 @@ def test_an_unreachable_store_is_an_error_before_the_start(model, tmp_path, cred
         uri = f"s3://bucket/runs{options}"
     plan = plan_of(model, tmp_path / "run", storage_path=uri)
     with pytest.raises(CheckpointError, match=r"cannot list s3://bucket/runs/mars: .*Mend"):
-        fetch_copies(plan.run_dir, plan.job.checkpoint, plan.stage)
+        fetch(plan)
 
 
 def test_a_store_that_goes_away_costs_no_training(model, tmp_path, monkeypatch):

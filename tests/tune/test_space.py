@@ -200,7 +200,7 @@ def test_what_decides_no_trial_may_be_mended_later(tmp_path: Path):
     def claim(*overrides: str) -> None:
         job = parse_job(table, source="test", overrides=overrides)
         assert isinstance(job, TuneJob)
-        _claim(absolute(job))
+        _claim(absolute(job), job)
 
     claim()
     claim("objectives.engine.max_step_tokens=1024", "objectives.max_survivors=1")
@@ -208,6 +208,25 @@ def test_what_decides_no_trial_may_be_mended_later(tmp_path: Path):
     assert written["objectives"]["engine"]["max_step_tokens"] == 1024
     with pytest.raises(TrainingError, match=r"with another objectives\.clean_ce_weight, trials\."):
         claim("objectives.clean_ce_weight=1", "trials=3")
+
+
+def test_a_sweep_goes_on_in_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Guards a submitted sweep: its data travel with it, into another directory at each start."""
+
+    def go(where: str, path: str) -> None:
+        (tmp_path / where).mkdir()
+        monkeypatch.chdir(tmp_path / where)
+        table = make_table(NOWHERE, tmp_path / "sweep")
+        table["train"]["data"]["train"] = {"type": "files", "paths": [path]}
+        job = parse_job(table, source="test")
+        assert isinstance(job, TuneJob)
+        _claim(absolute(job), job)
+
+    go("one", "rows.jsonl")
+    go("two", "rows.jsonl")
+    go("three", str(tmp_path / "two" / "rows.jsonl"))
+    with pytest.raises(TrainingError, match="holds another sweep, with another train"):
+        go("four", "rows.jsonl")
 
 
 def test_trials_keep_their_copies_apart():

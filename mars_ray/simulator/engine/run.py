@@ -275,8 +275,6 @@ def summarise(outcome: Outcome, slo: Slo, accuracy: float) -> dict[str, Any]:
         "mean_replicas": outcome.replica_s / max(1e-9, outcome.end_s),
         "peak_replicas": int(outcome.timeline.ready.max()),
         "below_set_point_s": outcome.below_set_point_s,
-        "found_share": float(requests["found"].sum() / max(1, requests["prompt"].sum())),
-        "floor_breaches": int((requests["lowest"] > requests["pinned"]).sum()),
     }
 
 
