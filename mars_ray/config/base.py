@@ -57,7 +57,6 @@ DISTINCT = AfterValidator(_distinct)
 JobName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 Precision = Literal["float32", "bfloat16"]
 ModelPath = Annotated[str, Names("model"), AfterValidator(expanduser)]
-AdapterPath = Annotated[str, Names("adapter"), AfterValidator(expanduser)]
 Checkpoint = Annotated[
     ModelPath,
     Field(
@@ -81,6 +80,17 @@ def found(path: str | Path) -> Path:
         return path
     shipped = _PACKAGE / path
     return shipped if shipped.exists() else path
+
+
+def _found_adapter(name: str) -> str:
+    """The same for an adapter's name, which as a hub name or URI is no path."""
+    name = expanduser(name)
+    place = found(name)
+    return name if place == Path(name) else str(place)
+
+
+AnyAdapterPath = Annotated[str, AfterValidator(_found_adapter)]
+AdapterPath = Annotated[AnyAdapterPath, Names("adapter")]
 
 
 def name_of(model: str) -> str:
