@@ -460,6 +460,7 @@ class CompletionBody(AnswerBody, CompletionNoOps):
     """Body of a completion request: the text is continued as it is, without a chat template."""
 
     prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # 0: only with `echo`
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_special_tokens: bool | None = None  # default true; prompts that are tokens stay as they are
