@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import ErrorDetails
 
 
 class Config(BaseModel):
@@ -99,3 +100,22 @@ def name_of(model: str) -> str:
     last = last or Path(model).resolve().name  # of `.`
     plain = re.sub(r"[^a-z0-9._-]+", "-", last.lower().removesuffix(".gguf"))
     return plain.strip("-._") or "model"
+
+
+def plain_words(error: ErrorDetails) -> str:
+    """What is wrong with a value, without pydantic's names of types."""
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "too_short":
+            least, count = context["min_length"], context["actual_length"]
+            return f"Input should have at least {least} item{'s' * (least != 1)}, not {count}"
+        case "too_long":
+            most, count = context["max_length"], context["actual_length"]
+            return f"Input should have at most {most} item{'s' * (most != 1)}, not {count}"
+        case "union_tag_invalid":
+            return f"Input should be one of {context['expected_tags']}, not {context['tag']!r}"
+        case "model_type" | "dict_type":
+            return "Input should be a table"
+        case "tuple_type":
+            return "Input should be a list"
+    return error["msg"].removeprefix("Value error, ")

@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from mars_ray.config.base import plain_words
 from mars_ray.config.modes import Threshold
 from mars_ray.serve.protocol import ErrorInfo, Switches, ToolCall, Turn
 
@@ -536,7 +537,7 @@ def _refusal(error: ErrorDetails, kind: type[Wire]) -> ErrorInfo:
         return ErrorInfo(400, f"the body is not JSON: {error['msg']}", code="invalid_json")
     if not error["loc"]:
         return ErrorInfo(400, "the body must be a JSON object", code="invalid_json")
-    param, said = _param(error), error["msg"].removeprefix("Value error, ")
+    param, said = _param(error), plain_words(error)
     if error["loc"][0] in no_ops_of(kind):
         message = f"'{param}' is not supported by this server; leave it out ({said})"
         return ErrorInfo(400, message, param, code="unsupported_parameter")
