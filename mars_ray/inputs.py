@@ -113,7 +113,7 @@ def _is_elsewhere(named: _Named, what: str) -> bool:
         return True
     if Path(named.text).is_dir():
         return False
-    if named.places:
+    if named.places and not Path(named.text).is_file():
         raise ModelError(
             f"{shown(named.text)} is no {what}: there is no such directory on this machine; name "
             "one, a name of the hub (org/name), or a URI"

@@ -192,6 +192,8 @@ WRONG = [
     ("export", {"checkpoint": "nowhere"}, "checkpoint: nowhere is no model"),
     ("export", {"model_cache": "notes.md/cache"}, "model_cache: "),
     ("serve", {"checkpoint": "nowhere"}, "checkpoint: nowhere is no model"),
+    ("serve", {"checkpoint": "notes.md"}, "is a file: name the directory of a model"),
+    ("bench", {"checkpoint": "notes.md"}, "is a file: name the directory of a model"),
     ("serve", {"checkpoint": "cut"}, "is damaged or was cut short"),
     ("serve", {"engine.draft_adapter": "empty"}, "empty is no draft adapter"),
     ("serve", {"more_models": [{"checkpoint": "empty", "model_name": "b"}]}, "more_models.0.check"),
@@ -283,6 +285,18 @@ def test_a_command_tells_it_before_torch_and_ray(here: Path, kind: str, words: s
     dry = CliRunner().invoke(app, [*words.replace("JOB", "job.toml").split(), "--dry-run"])
     assert isinstance(dry.exception, MarsError)
     assert json.loads(dry.stdout)["kind"] == kind, "the job is printed all the same"
+
+
+def test_a_submitted_job_is_told_why_a_directory_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its working directory was uploaded without what git ignores, such as models/ and runs/."""
+    (tmp_path / "_ray_pkg_1a2b").mkdir()
+    monkeypatch.chdir(tmp_path / "_ray_pkg_1a2b")
+    with pytest.raises(MarsError, match="comes without the files that git ignores"):
+        check_inputs(job_of("evaluate", {"checkpoint": "runs/a/models/mars"}))
+    with pytest.raises(MarsError, match="correct the path"):
+        check_inputs(job_of("evaluate", {"checkpoint": "/runs/a/models/mars"}))
 
 
 def test_advice_tells_it_too(here: Path):
