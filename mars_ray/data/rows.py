@@ -28,8 +28,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.inputs import DataConfig, FilesSource, HubSource, Source
 from mars_ray.data import files
-from mars_ray.data.chat import ChatEncoder, Encoded, encoder_of
-from mars_ray.data.sources import BadRows, Record, read, token_plan
+from mars_ray.data.chat import ChatEncoder, Encoded, Plan, encoder_of
+from mars_ray.data.sources import BadRows, Record, read
 from mars_ray.errors import DataError
 from mars_ray.files import remedy
 from mars_ray.progress import Bars
@@ -44,6 +44,8 @@ _QUIET_S = 2.0
 _UPDATE_EVERY = 256
 # Conversations encoded in one call, which spreads them over the cores.
 _CHUNK = 512
+# Decoding writes this for half a character, as at the end of a cut answer.
+_BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +239,40 @@ def _encode_all(
         for record in chunk:
             try:
                 plans.append(
-                    token_plan(record, encoder, max_length)
+                    _token_plan(record, encoder, max_length)
                     if record.prompt_ids
                     else encoder.plan(record.messages)
                 )
             except DataError as error:
                 report.add(record.origin, str(error))
         yield from encoder.encode(plans)
+
+
+def _token_plan(record: Record, encoder: ChatEncoder, max_length: int) -> Plan:
+    """The record's own tokens, of which the answer is the response.
+
+    Raises DataError if nothing of the answer fits `max_length`, or if the ids are visibly of
+    another tokenizer: if there are messages, the ids must decode to the last one.
+    """
+    prompt, answer, messages = record.prompt_ids, record.answer_ids, record.messages
+    if len(prompt) >= max_length:
+        raise DataError(
+            f"the prompt's {len(prompt)} tokens leave no room in max_length = {max_length}"
+        )
+    if (most := max(*prompt, *answer)) >= encoder.vocabulary:
+        raise DataError(
+            f"token {most} is beyond the tokenizer's {encoder.vocabulary}: the ids are of another "
+            "model"
+        )
+    # An answer may have been cut after its text was written.
+    said = encoder.decode(answer).rstrip(_BROKEN)
+    if messages and not messages[-1].content.startswith(said):
+        raise DataError(
+            "answer_ids do not say what the last message says: they are of another model's "
+            "tokenizer, or the text was changed. Use the model that wrote them, or leave the ids "
+            "out"
+        )
+    return [*((token, False) for token in prompt), *((token, True) for token in answer)]
 
 
 def _key(source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
