@@ -99,6 +99,26 @@ class CompletionNoOps(Wire):
     suffix: Literal[""] | None = None
 
 
+# Fields of other servers that are like some of ours, and mean something else.
+_REFUSED = (
+    "allowed_token_ids",
+    "chat_template",
+    "functions",
+    "logprob_token_ids",
+    "moderation",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "repetition_detection",
+    "return_mm_kwargs",
+    "truncate_prompt_tokens",
+    "web_search_options",
+)
+# What vLLM has for answers of a form.
+_GUIDED = ("structured_outputs", "guided_json")
+
+
 def no_ops_of(kind: type[Wire]) -> set[str]:
     """Names of the fields that do nothing in a body of this kind."""
     bases = (base for base in (AnswerNoOps, ChatNoOps, CompletionNoOps) if issubclass(kind, base))
@@ -546,7 +566,9 @@ def _refusal(error: ErrorDetails, kind: type[Wire]) -> ErrorInfo:
     if error["type"] == "extra_forbidden":
         message = f"'{param}' is not supported by this server"
         known = kind.model_fields if len(error["loc"]) == 1 else ()
-        if close := get_close_matches(param, known, 1):
+        if param in _GUIDED:
+            message += "; 'response_format' of a chat takes a JSON schema"
+        elif param not in _REFUSED and (close := get_close_matches(param, known, 1)):
             message += f"; did you mean '{close[0]}'?"
         return ErrorInfo(400, message, param, code="unsupported_parameter")
     return ErrorInfo(400, f"'{param}': {said}", param, code="invalid_value")
