@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,9 @@ def remedy(error: Exception) -> str:
 
 def check_writable(path: Path, setting: str) -> None:
     """Raises ConfigError, naming the setting, if the file cannot be written; call it before long
-    work. Creates its directory."""
+    work. Leaves nothing behind."""
     is_new = not path.exists()
+    made = [parent for parent in path.parents if not parent.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
@@ -99,6 +100,10 @@ def check_writable(path: Path, setting: str) -> None:
         ) from error
     if is_new:
         path.unlink()
+    # Another process may have put something there.
+    with suppress(OSError):
+        for parent in made:
+            parent.rmdir()
 
 
 @contextmanager
