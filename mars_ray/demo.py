@@ -14,6 +14,7 @@ import json
 import shutil
 import time
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.request import Request
@@ -85,7 +86,7 @@ class _Demo:
             engine=measure.engine.model_copy(update={"draft_adapter": str(adapter)}),
         )
 
-    @property
+    @cached_property
     def base(self) -> Path:
         """Directory of the model, which exists once the adaptation has run."""
         return base_model(self.adapt, self.places)
