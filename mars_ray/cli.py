@@ -203,7 +203,7 @@ def adapt(
     overrides: Overrides = None,
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="Prompts of yours, as JSON lines; otherwise the model writes its own."),
+        typer.Option(help="Prompts: .jsonl, .json, .parquet or .txt; otherwise the model's own."),
     ] = None,
     minutes: Annotated[
         float | None,
@@ -342,7 +342,13 @@ def threshold(
     from mars_ray.serve.threshold_actor import publish
 
     with Connection("auto"):
-        publish(model, value)
+        floor = publish(model, value)
+    if value < floor:
+        print(
+            f"requests that name no quality stay at {floor:g}: their class, default_quality, "
+            "tolerates nothing lower",
+            file=sys.stderr,
+        )
     _print_result({"model": model, "threshold": value})
 
 
@@ -458,6 +464,7 @@ def advise(
         check_writable(page, "--page")
     advice = advised(job, _console(), token, workers)
     if page:
+        page.parent.mkdir(parents=True, exist_ok=True)
         write_whole(page, report(advice))
     print_advice(advice, _console())
     _print_result(summary(advice, page))
@@ -512,6 +519,7 @@ def bench(
     # First, so that it is somewhere if the disk is full.
     _print_result(result)
     if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -14,6 +14,7 @@ import json
 import shutil
 import time
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.request import Request
@@ -48,7 +49,6 @@ from mars_ray.train.run import run_training
 
 _VERIFIED = VerifiedMode()
 _VERIFIED_LABEL = mode_label(_VERIFIED.model_dump())
-_UNTRAINED_PROMPTS = 8
 _ANSWER_S = 60.0
 # Differs from the evaluation's seed.
 _QUESTION_SEED = 20_260
@@ -67,32 +67,26 @@ class _Demo:
         self.places = Places(Path(absolute_path(self.adapt.directory)))
         self.shipped: Path | None = None
         if job.shipped:
-            shipped = Path(absolute_path(str(found(job.shipped))))
+            shipped = Path(absolute_path(job.shipped))
             if shipped.exists():
                 self.shipped = shipped
             else:
                 console.print(f"no {job.shipped} here: without an adapter of longer training")
         self.console = console
 
-    def evaluate_job(
-        self, adapter: Path, modes: tuple[Mode, ...], directory: Path, limit: int | None = None
-    ) -> EvaluateJob:
-        """The job that measures an adapter on the demo's prompts, or on the first of them."""
+    def evaluate_job(self, adapter: Path, modes: tuple[Mode, ...], directory: Path) -> EvaluateJob:
+        """The job that measures an adapter on the demo's prompts."""
         measure = self.adapt.measure
-        kinds = {
-            kind: prompts.model_copy(update={"limit": limit})
-            for kind, prompts in measure.kinds.items()
-        }
         return EvaluateJob(
             checkpoint=str(self.base),
             output_dir=str(directory),
-            task=PromptsTask(kinds=kinds),
+            task=PromptsTask(kinds=measure.kinds),
             modes=modes,
             max_new_tokens=measure.max_new_tokens,
             engine=measure.engine.model_copy(update={"draft_adapter": str(adapter)}),
         )
 
-    @property
+    @cached_property
     def base(self) -> Path:
         """Directory of the model, which exists once the adaptation has run."""
         return base_model(self.adapt, self.places)
@@ -108,7 +102,7 @@ def run_demo(job: DemoJob, console: Console, connect: Connect = already) -> dict
     if demo.shipped:
         read_draft_card(demo.shipped)
     adapted = run_adaptation(demo.adapt, console, connect)
-    console.rule("before training")
+    console.rule("an untrained adapter, for comparison")
     untrained = _untrained(demo)
     console.rule("after longer training" if demo.shipped else "all modes")
     adapter = demo.shipped or demo.places.adapter
@@ -179,12 +173,12 @@ def _summary(speed: Speed) -> dict[str, Any]:
 
 
 def _untrained(demo: _Demo) -> Frontier:
-    """The frontier of an untrained adapter, on some of the prompts: it drafts next to nothing."""
+    """The frontier of an untrained adapter: it drafts next to nothing."""
     recipe, directory = demo.adapt.recipe, demo.places.root / "untrained"
     if not directory.exists():
         depths = recipe.objective.max_block_size
         write_draft_adapter(directory, untrained_adapter(demo.base, recipe.adapter, depths))
-    evaluate = demo.evaluate_job(directory, (_VERIFIED,), directory, _UNTRAINED_PROMPTS)
+    evaluate = demo.evaluate_job(directory, (_VERIFIED,), directory)
     frontier = written(evaluate) or run_evaluation(evaluate, demo.console).frontier
     print_table(Evaluation(frontier, directory), demo.console)
     return frontier

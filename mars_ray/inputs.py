@@ -6,8 +6,11 @@ torch nor Ray is imported. What takes longer, a command checks before it starts 
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -16,8 +19,11 @@ from mars_ray.autoscale.service_model import load_service_model
 from mars_ray.cluster.machine import LOOPBACK, check_port
 from mars_ray.config.base import Config, Names, found
 from mars_ray.config.demo import DemoJob, TinyDemoJob
+from mars_ray.config.evaluate import FunctionGrade
+from mars_ray.config.inputs import DataConfig, FilesSource
 from mars_ray.config.serve import ExportJob, ServedModel
 from mars_ray.data import files
+from mars_ray.data.sources import check_some
 from mars_ray.errors import ConfigError, DataError, MarsError, ModelError
 from mars_ray.model.directory import CONFIG_FILE, DRAFT_CARD_FILE, check_complete, no_adapter
 from mars_ray.storage import copies, hub
@@ -29,6 +35,7 @@ _MADE: dict[type[Config], tuple[str, ...]] = {
     TinyDemoJob: ("evaluate.checkpoint", "serve.checkpoint")
 }
 _PACKAGE = "package:"
+_SIMULATING = ("simulate", "advise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +60,57 @@ def check_inputs(job: Config, *, elsewhere: bool = False) -> None:
     named = [each for each in _named(job) if each.key not in made]
     for is_here in (True, False)[: 1 + elsewhere]:
         for each in named:
-            try:
+            with _at(each.key):
                 _HERE[each.what](each) if is_here else _check_elsewhere(each)
-            except MarsError as error:
-                raise type(error)(f"{each.key}: {error}") from error
+    for key, section in _sections(job):
+        match section:
+            case FunctionGrade(function=name):
+                _check_function(f"{key}function", name)
+            case DataConfig():
+                for name in ("train", "eval", "own"):
+                    if isinstance(source := getattr(section, name), FilesSource):
+                        with _at(f"{key}{name}"):
+                            check_some(source)
+    if type(job).model_fields["kind"].default in _SIMULATING and not find_spec("numba"):
+        raise ConfigError("the simulator needs numba, which is not installed: pip install numba")
     match job:
         case DemoJob():
             check_port(LOOPBACK, job.adapt.service.port)
         case TinyDemoJob():
             check_port(job.serve.host, job.serve.port)
+
+
+@contextmanager
+def _at(key: str) -> Iterator[None]:
+    """Errors begin with this key."""
+    try:
+        yield
+    except MarsError as error:
+        raise type(error)(f"{key}: {error}") from error
+
+
+def _sections(section: Config, before: str = "") -> Iterator[tuple[str, Config]]:
+    """The section and those in it, each with what its keys begin with."""
+    yield before, section
+    for name in type(section).model_fields:
+        for key, value in _items(f"{before}{name}", getattr(section, name)):
+            if isinstance(value, Config):
+                yield from _sections(value, f"{key}.")
+
+
+def _check_function(key: str, name: str) -> None:
+    """Raises ConfigError if there is no such module; it is not imported yet."""
+    module = name.partition(":")[0]
+    # Commands do not have the working directory on their path.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        is_there = find_spec(module) is not None
+    except ImportError:  # of the package that it is in
+        is_there = False
+    finally:
+        sys.path.pop(0)
+    if not is_there:
+        raise ConfigError(f"{key}: there is no module {module}, also not in {Path.cwd()}")
 
 
 def _named(section: Config, before: str = "", places: bool = False) -> Iterator[_Named]:
@@ -114,7 +163,7 @@ def _is_elsewhere(named: _Named, what: str) -> bool:
         return True
     if Path(named.text).is_dir():
         return False
-    if named.places:
+    if named.places and not Path(named.text).is_file():
         raise ModelError(
             f"{shown(named.text)} is no {what}: there is no such directory on this machine; name "
             "one, a name of the hub (org/name), or a URI"

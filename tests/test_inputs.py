@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from told import looks_like_a_model, told
 from typer.testing import CliRunner
 
+from mars_ray import inputs
 from mars_ray.cli import app
 from mars_ray.config.base import Config
 from mars_ray.config.load import JOB_KINDS, load_job, parse_job
@@ -147,9 +148,12 @@ def jobs(model: str, adapter: str) -> dict[str, dict[str, Any]]:
 
 
 FILES = {"type": "files", "paths": ["nowhere/*.jsonl"]}
+BAD = {"type": "files", "paths": ["bad.jsonl"]}
+NO_GRADE = {"type": "function", "function": "nomod:f"}
 HUB = {"type": "files", "paths": ["notes.md"]}
 # Of a job that is right: what is changed, and what is said. Everything is relative to a directory
-# that has a model, an adapter, an empty directory, a file notes.md, and a model that was cut short.
+# that has a model, an adapter, an empty directory, a file notes.md, rows of which none can be used,
+# and a model that was cut short.
 WRONG = [
     ("train", {"data.train": FILES}, "data.train.paths.0: no such file: nowhere/*.jsonl"),
     ("train", {"data.eval": FILES}, "data.eval.paths.0: no such file"),
@@ -172,6 +176,16 @@ WRONG = [
     ("evaluate", {"task": {"type": "prompts", "kinds": {"a": FILES}}}, "task.kinds.a.paths.0: "),
     ("evaluate", {"task": FILES}, "task.paths.0: no such file"),
     ("evaluate", {"engine.draft_adapter": "nowhere"}, "engine.draft_adapter: "),
+    (
+        "evaluate",
+        {"task": FILES | {"paths": ["bad.jsonl"], "grade": NO_GRADE}},
+        "task.grade.function: there is no module nomod",
+    ),
+    (
+        "train",
+        {"data.train": BAD},
+        "data.train: none of 2 rows can be used; the first: ",
+    ),
     ("evaluate", {"output_dir": "notes.md"}, "output_dir: notes.md cannot be made"),
     ("generate", {"checkpoint": "empty"}, "checkpoint: empty has no config.json"),
     ("generate", {"prompts": [CORPUS, FILES]}, "prompts.1.paths.0: no such file"),
@@ -192,6 +206,8 @@ WRONG = [
     ("export", {"checkpoint": "nowhere"}, "checkpoint: nowhere is no model"),
     ("export", {"model_cache": "notes.md/cache"}, "model_cache: "),
     ("serve", {"checkpoint": "nowhere"}, "checkpoint: nowhere is no model"),
+    ("serve", {"checkpoint": "notes.md"}, "is a file: name the directory of a model"),
+    ("bench", {"checkpoint": "notes.md"}, "is a file: name the directory of a model"),
     ("serve", {"checkpoint": "cut"}, "is damaged or was cut short"),
     ("serve", {"engine.draft_adapter": "empty"}, "empty is no draft adapter"),
     ("serve", {"more_models": [{"checkpoint": "empty", "model_name": "b"}]}, "more_models.0.check"),
@@ -213,6 +229,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
     (tmp_path / "adapter" / "draft.json").write_text("{}")
     (tmp_path / "notes.md").write_text("# Notes")
+    (tmp_path / "bad.jsonl").write_text('{"question": "Why?"}\nno JSON\n')
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -270,6 +287,21 @@ def test_what_may_not_be_looked_into_is_told(here: Path, monkeypatch: pytest.Mon
     check_inputs(job_of("generate", {"output": "theirs/a.jsonl"}))
 
 
+def test_a_missing_numba_is_told(here: Path, monkeypatch: pytest.MonkeyPatch):
+    """Guards "nothing is missing" where the simulator ends at once."""
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None)
+    for kind in ("simulate", "advise"):
+        with pytest.raises(MarsError, match="needs numba"):
+            check_inputs(job_of(kind, {}))
+
+
+def test_a_row_that_can_be_used_is_enough(here: Path):
+    """How many may be bad is known when all have been read."""
+    with (here / "bad.jsonl").open("a") as file:
+        file.write('{"prompt": "Why?", "response": "So."}\n')
+    check_inputs(job_of("train", {"data.train": BAD}))
+
+
 def test_what_a_demo_makes_need_not_be_there(here: Path):
     """Its evaluation and its service are of the model that it trains."""
     check_inputs(load_job("jobs/demo-tiny.toml", ["serve.port=20019"]))
@@ -307,6 +339,18 @@ def test_a_command_tells_it_before_torch_and_ray(here: Path, kind: str, words: s
     dry = CliRunner().invoke(app, [*words.replace("JOB", "job.toml").split(), "--dry-run"])
     assert isinstance(dry.exception, MarsError)
     assert json.loads(dry.stdout)["kind"] == kind, "the job is printed all the same"
+
+
+def test_a_submitted_job_is_told_why_a_directory_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its working directory was uploaded without what git ignores, such as models/ and runs/."""
+    (tmp_path / "_ray_pkg_1a2b").mkdir()
+    monkeypatch.chdir(tmp_path / "_ray_pkg_1a2b")
+    with pytest.raises(MarsError, match="comes without the files that git ignores"):
+        check_inputs(job_of("evaluate", {"checkpoint": "runs/a/models/mars"}))
+    with pytest.raises(MarsError, match="correct the path"):
+        check_inputs(job_of("evaluate", {"checkpoint": "/runs/a/models/mars"}))
 
 
 def test_advice_tells_it_too(here: Path):

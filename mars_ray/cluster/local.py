@@ -91,9 +91,10 @@ def up(plan: Plan, directory: Path) -> LocalCluster:
     """
     before = find(directory)
     if before is not None and before.alive:
+        where = "" if directory == _DIRECTORY.expanduser() else f" --directory {directory}"
         raise ClusterError(
             f"a cluster of {before.alive} nodes runs at {before.address}; end it first with "
-            "`mars-ray cluster down`"
+            f"`mars-ray cluster down{where}`"
         )
     for port in (plan.port, plan.dashboard_port):
         check_port(LOOPBACK, port, ClusterError, "--port or --dashboard-port")

@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import ErrorDetails
 
 
 class Config(BaseModel):
@@ -57,7 +58,6 @@ DISTINCT = AfterValidator(_distinct)
 JobName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 Precision = Literal["float32", "bfloat16"]
 ModelPath = Annotated[str, Names("model"), AfterValidator(expanduser)]
-AdapterPath = Annotated[str, Names("adapter"), AfterValidator(expanduser)]
 Checkpoint = Annotated[
     ModelPath,
     Field(
@@ -83,9 +83,39 @@ def found(path: str | Path) -> Path:
     return shipped if shipped.exists() else path
 
 
+def _found_adapter(name: str) -> str:
+    """The same for an adapter's name, which as a hub name or URI is no path."""
+    name = expanduser(name)
+    place = found(name)
+    return name if place == Path(name) else str(place)
+
+
+AnyAdapterPath = Annotated[str, AfterValidator(_found_adapter)]
+AdapterPath = Annotated[AnyAdapterPath, Names("adapter")]
+
+
 def name_of(model: str) -> str:
     """The name of a model's job: the last part of the model's name, without version and suffix."""
     last = PurePath(model.removeprefix("package:").split("==")[0]).name
     last = last or Path(model).resolve().name  # of `.`
     plain = re.sub(r"[^a-z0-9._-]+", "-", last.lower().removesuffix(".gguf"))
     return plain.strip("-._") or "model"
+
+
+def plain_words(error: ErrorDetails) -> str:
+    """What is wrong with a value, without pydantic's names of types."""
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "too_short":
+            least, count = context["min_length"], context["actual_length"]
+            return f"Input should have at least {least} item{'s' * (least != 1)}, not {count}"
+        case "too_long":
+            most, count = context["max_length"], context["actual_length"]
+            return f"Input should have at most {most} item{'s' * (most != 1)}, not {count}"
+        case "union_tag_invalid":
+            return f"Input should be one of {context['expected_tags']}, not {context['tag']!r}"
+        case "model_type" | "dict_type":
+            return "Input should be a table"
+        case "tuple_type":
+            return "Input should be a list"
+    return error["msg"].removeprefix("Value error, ")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from mars_ray.config.adapt import AdaptJob
-from mars_ray.config.base import Config, Names
+from mars_ray.config.base import AnyAdapterPath, Config, Names
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.modes import ConfidenceMode, Modes, VerifiedMode
 from mars_ray.config.serve import ServeJob
@@ -26,7 +26,7 @@ class DemoJob(Config):
     prompts: Annotated[str, Names("shipped rows")] = Field(
         min_length=1, description="file of prompts on which all is measured"
     )
-    shipped: str | None = Field(
+    shipped: AnyAdapterPath | None = Field(
         default=None,
         min_length=1,
         description="directory of a draft adapter for the same model; without it, the one that is "

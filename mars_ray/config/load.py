@@ -8,9 +8,10 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from mars_ray.config.adapt import AdaptJob
-from mars_ray.config.base import Config, found
+from mars_ray.config.base import Config, found, plain_words
 from mars_ray.config.demo import DemoJob, TinyDemoJob
 from mars_ray.config.evaluate import BenchJob, EvaluateJob
 from mars_ray.config.generate import GenerateJob
@@ -22,6 +23,8 @@ from mars_ray.errors import ConfigError
 
 # How like a key of the same section must be to be meant before one of another section.
 _SURE = 0.8
+# Longer overrides are cut in errors.
+_OVERRIDE_CHARS = 60
 
 Kinds = Mapping[str, type[Config]]
 # All but `simulate`, whose job belongs to the simulator (mars_ray.simulator.config).
@@ -70,7 +73,7 @@ def parse_job(
     try:
         return kinds[kind].model_validate(table)
     except ValidationError as error:
-        raise ConfigError(explain(error, source, kinds[kind])) from None
+        raise ConfigError(explain(error, source, kinds[kind], overrides)) from None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -115,47 +118,88 @@ def put_value(table: dict[str, Any], keys: Sequence[str], value: Any, source: st
     here[keys[-1]] = value
 
 
-def explain(error: ValidationError, source: str, job: type[Config]) -> str:
-    """A line for each error, with the key that was perhaps meant; `source` begins each."""
-    lines = []
-    for item in error.errors(include_url=False):
-        # pydantic marks a wrong key of a table, as opposed to its value, by one more part.
-        location = tuple(part for part in item["loc"] if part != "[key]")
-        known = list(_walk(location, job))
-        key = ".".join(str(part) for part, _ in known)
-        if item["type"] == "extra_forbidden":
-            lines.append(f"unknown key {key!r}{_nearest(known, job)}")
-        elif item["type"] == "missing":
-            lines.append(f"missing key {key!r}")
-        elif item["type"] == "union_tag_not_found":
-            lines.append(f"missing key '{key}.type'")
+def explain(
+    error: ValidationError, source: str, job: type[Config], overrides: Sequence[str] = ()
+) -> str:
+    """A line for each wrong key, with the one that was perhaps meant. It begins with the override
+    that set the key, or else with `source`."""
+    errors = error.errors(include_url=False)
+    lines: dict[str, list[str]] = {}
+    for item in errors:
+        # A list counts only its right items.
+        inner = (other["loc"][: len(item["loc"])] for other in errors if other is not item)
+        if item["type"] == "too_short" and item["loc"] in inner:
+            continue
+        key, line = _line(item, job)
+        set_by = [text for text in overrides if _sets(text, key)]
+        begin = f"override {_short(set_by[-1])}" if set_by else source
+        told = lines.setdefault(f"{begin}: {key}", [])
+        # Of a union, pydantic says what each member wants.
+        if told and (more := line.removeprefix(f"{key}: Input should be ")) != line:
+            told[-1] += f", or {more}"
         else:
-            message = item["msg"].removeprefix("Value error, ")
-            if item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
-                message += f"; quote it: '{key}=\"{item['input']}\"'"
-            elif item["type"] == "tuple_type":
-                message = f"Input should be a list: '{key}=[...]'"
-            lines.append(f"{key or 'job'}: {message}")
-    return "\n".join(f"{source}: {line}" for line in lines)
+            told.append(f"{begin}: {line}")
+    return "\n".join(line for told in lines.values() for line in told)
+
+
+def _sets(override: str, key: str) -> bool:
+    """Whether an override sets this key or the table that it is in."""
+    own = override.partition("=")[0].strip()
+    return key == own or key.startswith(f"{own}.")
+
+
+def _short(override: str) -> str:
+    is_long = len(override) > _OVERRIDE_CHARS
+    return repr(override[:_OVERRIDE_CHARS] + "..." if is_long else override)
+
+
+def _line(item: ErrorDetails, job: type[Config]) -> tuple[str, str]:
+    """The key at fault, and what is said of it."""
+    # pydantic marks a wrong key of a table, as opposed to its value, by one more part.
+    location = tuple(part for part in item["loc"] if part != "[key]")
+    known = list(_walk(location, job))
+    key = ".".join(str(part) for part, _ in known)
+    message = plain_words(item)
+    match item["type"]:
+        case "extra_forbidden":
+            return key, f"unknown key {key!r}{_nearest(known, job)}"
+        case "missing":
+            return key, f"missing key {key!r}"
+        case "union_tag_not_found":
+            return key, f"missing key '{key}.type'"
+        case "union_tag_invalid":
+            key += ".type"
+        case "string_type" if not isinstance(item["input"], (dict, list)):
+            field = [each for s in known[-1][1] if (each := s.model_fields.get(str(known[-1][0])))]
+            is_shown = all(each.repr for each in field)
+            message += f"; quote it: '{key}=\"{item['input']}\"'" if is_shown else "; quote it"
+        case "tuple_type":
+            message += f": '{key}=[...]'"
+    return key, f"{key or 'job'}: {message}"
 
 
 def _nearest(known: list[tuple[str | int, tuple[type[BaseModel], ...]]], job: type[Config]) -> str:
     key, sections = known[-1]
+    section_of = "".join(f"{part}." for part, _ in known[:-1])
     for section in sections:
         if issubclass(section, Config) and (instead := section.gone.get(str(key))):
             return f"; it is gone: {instead}"
     fields = sorted({name for section in sections for name in section.model_fields})
     if close := difflib.get_close_matches(str(key), fields, n=1, cutoff=_SURE):
-        return f"; did you mean {close[0]!r}?"
-    if elsewhere := _places(job).get(VLLM_NAMES.get(str(key), str(key))):
+        return f"; did you mean '{section_of}{close[0]}'?"
+    places = _places(job)
+    if elsewhere := places.get(VLLM_NAMES.get(str(key), str(key))):
         section, _, inner = elsewhere.rpartition(".")
         if [str(part) for part, _ in known] == elsewhere.split("."):
             members = filter(_is_section, _members(job.model_fields[section].annotation))
             types = [s.model_fields["type"].default for s in members if inner in s.model_fields]
             return f"; {section}.type={' or '.join(types)} has it"
         return f"; did you mean {elsewhere!r}?"
-    close = difflib.get_close_matches(str(key), fields, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(fields)}"
+    if close := difflib.get_close_matches(str(key), places, n=1, cutoff=_SURE):
+        return f"; did you mean {places[close[0]]!r}?"
+    if close := difflib.get_close_matches(str(key), fields, n=1):
+        return f"; did you mean '{section_of}{close[0]}'?"
+    return f"; known here: {', '.join(fields)}"
 
 
 def _places(job: type[Config]) -> dict[str, str]:

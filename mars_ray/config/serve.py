@@ -116,7 +116,8 @@ class ServedModel(Config):
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
         if self.default_quality not in self.qualities:
-            raise ValueError(f"default_quality {self.default_quality!r} is not among qualities")
+            classes = ", ".join(self.qualities)
+            raise ValueError(f"default_quality {self.default_quality!r} is none of {classes}")
         scaling, gpus, workers = self.scaling, self.gpus_per_replica, self.engine.workers
         if scaling.quality_classes:
             raise ValueError("a service's classes are its `qualities`: leave quality_classes out")

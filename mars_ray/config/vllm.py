@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from mars_ray.config.base import AdapterPath, Config
+from mars_ray.config.base import AdapterPath, AnyAdapterPath, Config
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 
@@ -226,7 +226,7 @@ class VllmMarsRequest(Config):
 class VllmMars(Config):
     """MARS decoding by the plug-in: `vllm serve ... --additional-config '{"mars": {...}}'`."""
 
-    adapter: str | None = Field(
+    adapter: AnyAdapterPath | None = Field(
         default=None, description="directory of a draft adapter; none for a model with mars.json"
     )
     adapters_change: bool = Field(

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from mars_ray.data.sources import Call, Message
 from mars_ray.errors import DataError, ModelError
 
-Role = Literal["system", "user", "assistant", "tool"]
 # Variables of a chat template, such as whether the model is to think.
 Options = Mapping[str, bool | str]
 # A rendered conversation, cut into tokens and plain texts, with a mark for responses.
@@ -42,52 +42,6 @@ _TOOL: dict[str, Any] = {
 # A conversation for a look at the template.
 _ASKED: list[dict[str, Any]] = [{"role": "user", "content": "Why?"}]
 _PRIVATE_USE = range(0xE000, 0xF900)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A tool that an assistant has called; `arguments` is a JSON value."""
-
-    name: str
-    arguments: Any
-    id: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The call as chat templates expect it."""
-        function = {"name": self.name, "arguments": self.arguments}
-        plain: dict[str, Any] = {"type": "function", "function": function}
-        return plain if self.id is None else {"id": self.id} | plain
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation."""
-
-    role: Role
-    content: str
-    calls: tuple[Call, ...] = ()
-    call_id: str | None = None  # of the call whose result a tool's message is
-    reasoning: str | None = None  # the thoughts before an answer
-    name: str | None = None  # of who speaks; few templates show it
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """What a conversation of texts is told apart by."""
-        return (self.role, self.content, *filter(None, (self.name, self.reasoning)))
-
-    def as_dict(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
-        plain: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.name is not None:
-            plain["name"] = self.name
-        if self.calls:
-            plain["tool_calls"] = [call.as_dict() for call in self.calls]
-        if self.call_id is not None:
-            plain["tool_call_id"] = self.call_id
-        if self.reasoning is not None:
-            # The templates of Qwen3 and DeepSeek know the first name, newer ones the second.
-            plain |= dict.fromkeys(("reasoning_content", "reasoning"), self.reasoning)
-        return plain
 
 
 @dataclass(frozen=True, slots=True)

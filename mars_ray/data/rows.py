@@ -28,8 +28,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.inputs import DataConfig, FilesSource, HubSource, Source
 from mars_ray.data import files
-from mars_ray.data.chat import ChatEncoder, Encoded, encoder_of
-from mars_ray.data.sources import BadRows, Record, read, token_plan
+from mars_ray.data.chat import ChatEncoder, Encoded, Plan, encoder_of
+from mars_ray.data.sources import BROKEN, BadRows, Record, read
 from mars_ray.errors import DataError
 from mars_ray.files import clear_abandoned, remedy
 from mars_ray.progress import Bars
@@ -240,13 +240,36 @@ def _encode_all(
         for record in chunk:
             try:
                 plans.append(
-                    token_plan(record, encoder)
+                    _token_plan(record, encoder)
                     if record.prompt_ids
                     else encoder.plan(record.messages)
                 )
             except DataError as error:
                 report.add(record.origin, str(error))
         yield from encoder.encode(plans)
+
+
+def _token_plan(record: Record, encoder: ChatEncoder) -> Plan:
+    """The record's own tokens, of which the answer is the response.
+
+    Raises DataError if the ids are visibly of another tokenizer: if there are messages, the ids
+    must decode to the last one.
+    """
+    prompt, answer, messages = record.prompt_ids, record.answer_ids, record.messages
+    if (most := max(*prompt, *answer)) >= encoder.vocabulary:
+        raise DataError(
+            f"token {most} is beyond the tokenizer's {encoder.vocabulary}: the ids are of another "
+            "model"
+        )
+    # An answer may have been cut after its text was written.
+    said = encoder.decode(answer).rstrip(BROKEN)
+    if messages and not messages[-1].content.startswith(said):
+        raise DataError(
+            "answer_ids do not say what the last message says: they are of another model's "
+            "tokenizer, or the text was changed. Use the model that wrote them, or leave the ids "
+            "out"
+        )
+    return [*((token, False) for token in prompt), *((token, True) for token in answer)]
 
 
 def _key(source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:

@@ -11,15 +11,15 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from mars_ray.config.inputs import CorpusSource, FilesSource, HubSource, Source
 from mars_ray.data import corpus, files
-from mars_ray.data.chat import ChatEncoder, Message, Plan
 from mars_ray.errors import DataError
 
 log = logging.getLogger(__name__)
 
+Role = Literal["system", "user", "assistant", "tool"]
 ROLES = ("system", "user", "assistant")
 # The forms of a row; the first whose fields are all there is taken. Null is as good as absent, in a
 # row and within it: Parquet has every field in every row.
@@ -44,11 +44,59 @@ _PARTS = ("refusal", "audio", "images")
 _LEARNED = ("loss", "train")
 # The first bad rows are logged one by one, up to this many; the rest are only counted.
 _TOLD = 5
+# Rows that are read at most to find one that can be used.
+_LOOKED_AT = 10_000
 
 # Ids are stored as int32 (`rows.py`).
 _MOST = 2**31
 # Decoding writes this for half a character, as at the end of a cut answer.
 BROKEN = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool that an assistant has called; `arguments` is a JSON value."""
+
+    name: str
+    arguments: Any
+    id: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The call as chat templates expect it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        plain: dict[str, Any] = {"type": "function", "function": function}
+        return plain if self.id is None else {"id": self.id} | plain
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+    calls: tuple[Call, ...] = ()
+    call_id: str | None = None  # of the call whose result a tool's message is
+    reasoning: str | None = None  # the thoughts before an answer
+    name: str | None = None  # of who speaks; few templates show it
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a conversation of texts is told apart by."""
+        return (self.role, self.content, *filter(None, (self.name, self.reasoning)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
+        plain: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.name is not None:
+            plain["name"] = self.name
+        if self.calls:
+            plain["tool_calls"] = [call.as_dict() for call in self.calls]
+        if self.call_id is not None:
+            plain["tool_call_id"] = self.call_id
+        if self.reasoning is not None:
+            # The templates of Qwen3 and DeepSeek know the first name, newer ones the second.
+            plain |= dict.fromkeys(("reasoning_content", "reasoning"), self.reasoning)
+        return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +112,6 @@ class Record:
     prompt_ids: Sequence[int] = ()
     answer_ids: Sequence[int] = ()
     reference: Any = None  # of a prompt: what the row says that the answer should be, if it does
-
-
-def token_plan(record: Record, encoder: ChatEncoder) -> Plan:
-    """The record's own tokens, of which the answer is the response.
-
-    Raises DataError if the ids are visibly of another tokenizer: if there are messages, the ids
-    must decode to the last one.
-    """
-    prompt, answer, messages = record.prompt_ids, record.answer_ids, record.messages
-    if (most := max(*prompt, *answer)) >= encoder.vocabulary:
-        raise DataError(
-            f"token {most} is beyond the tokenizer's {encoder.vocabulary}: the ids are of another "
-            "model"
-        )
-    # An answer may have been cut after its text was written.
-    said = encoder.decode(answer).rstrip(BROKEN)
-    if messages and not messages[-1].content.startswith(said):
-        raise DataError(
-            "answer_ids do not say what the last message says: they are of another model's "
-            "tokenizer, or the text was changed. Use the model that wrote them, or leave the ids "
-            "out"
-        )
-    return [*((token, False) for token in prompt), *((token, True) for token in answer)]
 
 
 class BadRow(Exception):
@@ -141,6 +166,23 @@ def read(source: Source, report: BadRows) -> Iterator[Record]:
             yield Record(turns, f"corpus:{number}")
     else:
         yield from _records(source, report, _conversation)
+
+
+def check_some(source: FilesSource) -> None:
+    """Raises DataError if no row of the source can be used; the first that can ends the look, as
+    some thousand rows do."""
+    first = ""
+    looked = 0
+    rows = files.rows(source.paths)
+    for looked, (origin, content) in enumerate(islice(rows, source.limit), start=1):
+        try:
+            _conversation(content, source.columns, origin)
+            return
+        except BadRow as error:
+            first = first or f"; the first: {origin}: {error}"
+        if looked == _LOOKED_AT:
+            return
+    raise DataError(f"none of {looked} rows can be used{first}")
 
 
 def read_prompts(source: Source, report: BadRows) -> Iterator[Record]:

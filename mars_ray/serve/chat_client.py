@@ -124,12 +124,12 @@ def status(url: str, api_key: str | None) -> list[dict[str, Any]]:
 
 def status_table(models: list[dict[str, Any]]) -> Table:
     """One line a model, of what changes while a service runs."""
-    table = Table("model", "mode", "threshold", "adapter", box=None)
+    table = Table("model", "mode", "threshold", "set-point", "adapter", box=None)
     counts = ("replicas", "running", "waiting", "tokens/s", "tokens/forward", "n-grams", "KV cache")
     for name in counts:
         table.add_column(name, justify="right")
     for model in models:
-        words = [model[name] for name in ("id", "mode", "threshold", "adapter")]
+        words = [model[name] for name in ("id", "mode", "threshold", "set_point", "adapter")]
         numbers = [model[name] for name in ("replicas", "running", "waiting")]
         per_forward, usage = model["tokens_per_forward"], model["kv_cache_usage"]
         table.add_row(

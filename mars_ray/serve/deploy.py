@@ -212,7 +212,13 @@ def start(job: ServeJob, *, alone: bool = False) -> str:
     the replicas do not start.
     """
     app = build_app(fitted(job, _INGRESS_CPUS) if alone else job)
-    if serve.status().proxies:
+    running = serve.status()
+    if APP_NAME in running.applications:
+        raise ConfigError(
+            "a service of mars-ray runs on this cluster already: stop it first with `mars-ray "
+            "stop`, or change it with `mars-ray update`"
+        )
+    if running.proxies:
         raise ConfigError(
             "Ray Serve already runs on this cluster, with HTTP options of its own; stop it first "
             "with `serve shutdown`, or add this application to it with `serve deploy`"

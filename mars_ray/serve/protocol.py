@@ -92,7 +92,8 @@ class GenerationRequest:
     prompts: tuple[Prompt, ...]
     mode: Mode
     sampling: Sampling
-    max_new_tokens: int | None  # None: as many as the limit below and the context allow
+    # None: as many as the limit below and the context allow; 0: only what is echoed.
+    max_new_tokens: int | None
     new_tokens_limit: int
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own

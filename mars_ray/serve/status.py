@@ -25,6 +25,7 @@ class ReplicaStatus:
     ngram_tokens: int
     engine: EngineInfo
     step_tokens: int  # most rows of a step
+    set_point: float  # the threshold of requests whose quality tolerates it
     warning: str | None = None  # of settings that contradict each other
 
 
@@ -56,7 +57,8 @@ class ModelStatus(Part):
     ngram_share: float | None  # of the tokens: drafts that the n-gram lookup proposed
     mode: str | None
     adapter: str | None
-    threshold: float | None
+    threshold: float | None  # of requests that name nothing
+    set_point: float | None  # of those whose quality tolerates it
     engine: EngineInfo | None
     step_tokens: int | None
     warning: str | None
@@ -96,6 +98,7 @@ def model_status(
         "adapter": ", ".join(dict.fromkeys(filter(None, adapters))) or None,
         # While a new one spreads, a client may get the lower one.
         "threshold": min(thresholds, default=None),
+        "set_point": min((replica.set_point for replica in replicas), default=None),
         # All replicas have the same job, but may run on different kinds of nodes.
         "engine": replicas[0].engine if replicas else None,
         "step_tokens": min((replica.step_tokens for replica in replicas), default=None),

@@ -54,10 +54,12 @@ class Setting:
     at_s: float  # wall-clock time at which the application was built
     set_point: float  # the set-point at rest
     is_auto: bool  # whether the policy changes it from there
+    floor: float = 0.0  # the lowest threshold of requests that name no quality
 
     @classmethod
     def of(cls, job: ServeJob, built_s: float) -> "Setting":
-        return cls(built_s, job.set_point, job.has_policy)
+        floor = job.qualities[job.default_quality]
+        return cls(built_s, job.set_point, job.has_policy, floor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,9 @@ class ThresholdActor:
 
     async def is_auto(self) -> bool:
         return self._setting.is_auto
+
+    async def floor(self) -> float:
+        return self._setting.floor
 
     async def publish(self, set_point: SetPoint, decided: Decided | None = None) -> None:
         """Puts a set-point in force; an unchanged one does not count as a change.
@@ -207,8 +212,9 @@ async def newest_decision(model: str) -> Decided | None:
         return None
 
 
-def publish(model: str, threshold: float) -> None:
-    """Makes the model's replicas change to this threshold.
+def publish(model: str, threshold: float) -> float:
+    """Makes the model's replicas change to this threshold; returns the lowest one of requests that
+    name no quality.
 
     Raises ConfigError if no service has this model, or the policy chooses its threshold.
     """
@@ -223,6 +229,7 @@ def publish(model: str, threshold: float) -> None:
             "or give it a fixed number of `replicas` and say this again"
         )
     ray.get(control.publish.remote(SetPoint(threshold)))
+    return ray.get(control.floor.remote())
 
 
 def _actor(model: str) -> Any:

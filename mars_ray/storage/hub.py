@@ -21,6 +21,9 @@ from mars_ray.storage.place import Place
 
 _PATH = "a training job leaves its models in OUTPUT_DIR/models/STAGE"
 
+# How Ray names the working directory of a submitted job.
+_UPLOADED = "_ray_pkg_"
+
 
 def snapshot(place: Place, patterns: Sequence[str]) -> Path:
     """The snapshot's directory in the hub's cache, named by the commit, with the files that match
@@ -83,7 +86,14 @@ def missing(
                 f"what the Hugging Face hub gives of {name} cannot be kept in "
                 f"{constants.HF_HUB_CACHE}: {found}. {remedy(found)}, or set HF_HOME"
             )
+    if Path(name).is_file():
+        return ModelError(f"{here} is a file: name the directory of a model")
     why = error and _why(errors)
+    if not why and here != name and Path.cwd().name.startswith(_UPLOADED):
+        return ModelError(
+            f"there is no directory {here}: a submitted job comes without the files that git "
+            "ignores; name an absolute path that its node sees"
+        )
     if not why:
         return ModelError(f"there is no directory {here}: correct the path ({_PATH})")
     wanted = f"{name} at {revision}" if revision else name

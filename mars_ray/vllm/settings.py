@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
-from mars_ray.config.base import found
 from mars_ray.config.load import explain
 from mars_ray.config.vllm import VllmMars, VllmMarsRequest
 from mars_ray.errors import ConfigError
@@ -79,7 +78,7 @@ def read(config: VllmConfig) -> Settings:
     adapter = None
     card = read_card(directory)
     if own.adapter:
-        adapter = read_draft_adapter(found(own.adapter), directory)
+        adapter = read_draft_adapter(own.adapter, directory)
     depths = adapter.card.depths if adapter else card.block_size
     if not depths and not own.adapters_change:
         raise ConfigError(

@@ -65,6 +65,7 @@ def started(directory: Path) -> Iterator[Cluster]:
     port, dashboard_port = free_port(), free_port()
     places = publish(directory) | {
         "/tmp/ServeGen": f"{directory}/ServeGen",
+        "127.0.0.1:6379": f"127.0.0.1:{port}",
         "http://127.0.0.1:8265": f"http://127.0.0.1:{dashboard_port}",
         "/mnt/shared": f"{directory}/mnt",
         "/shared": f"{directory}/shared",

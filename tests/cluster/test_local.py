@@ -1,8 +1,10 @@
 """`mars-ray cluster` apart from its nodes: what it refuses, and what it keeps."""
 
 import json
+import os
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -26,6 +28,16 @@ def test_a_taken_port_is_named(tmp_path):
         with pytest.raises(ClusterError, match=f"cannot listen on 127.0.0.1:{port}"):
             up(plan(port), tmp_path)
     assert find(tmp_path) is None
+
+
+def test_how_a_running_one_is_ended_is_said_with_its_directory(tmp_path):
+    """Guards advice by which another cluster would be ended, or none found."""
+    state = {"address": "127.0.0.1:6379", "dashboard": "http://127.0.0.1:8265"}
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    node = {"pid": os.getpid(), "started_tick": int(fields[19])}
+    (tmp_path / "cluster.json").write_text(json.dumps(state | {"nodes": [node]}))
+    with pytest.raises(ClusterError, match=f"`mars-ray cluster down --directory {tmp_path}`"):
+        up(plan(6379), tmp_path)
 
 
 def test_nothing_to_end_is_said(tmp_path):

@@ -77,12 +77,13 @@ def test_unknown_keys_name_file_key_and_nearest():
     """Also inside a dict of stages and behind the tag of a union, which no user wrote as a key."""
     message = refusal("stages.mars.optimizer.learnin_rate=1")
     assert message == (
-        "job.toml: unknown key 'stages.mars.optimizer.learnin_rate'; did you mean 'learning_rate'?"
+        "override 'stages.mars.optimizer.learnin_rate=1': unknown key "
+        "'stages.mars.optimizer.learnin_rate'; did you mean 'stages.mars.optimizer.learning_rate'?"
     )
     message = refusal("stages.mars.objective.grids=zero")
-    assert "'stages.mars.objective.grids'; did you mean 'grid'?" in message
+    assert "'stages.mars.objective.grids'; did you mean 'stages.mars.objective.grid'?" in message
     message = refusal('data.train={type="files", paths=["a"], path="x"}')
-    assert "'data.train.path'; did you mean 'paths'?" in message
+    assert "'data.train.path'; did you mean 'data.train.paths'?" in message
     assert "'outputdir'; did you mean 'output_dir'?" in refusal("outputdir=x")
     assert "known here: " in refusal("data.train.zzz=1")
 
@@ -101,17 +102,50 @@ def test_keys_of_another_section_and_names_of_vllm_are_understood():
             parse_job(dict(table), source="job.toml", overrides=[f"{key}=1"])
 
 
+def test_a_slip_in_a_key_of_another_section_is_understood():
+    """Guards a list of all keys for a letter that is missing."""
+    with pytest.raises(ConfigError, match=r"did you mean 'engine\.max_batch'"):
+        parse_job({"kind": "serve", "checkpoint": "m", "max_batc": 3}, source="job.toml")
+    with pytest.raises(ConfigError, match=r"'adapt\.minuts'; did you mean 'adapt\.minutes'"):
+        load_job(ROOT / "jobs" / "demo.toml", ["adapt.minuts=3"])
+
+
+def test_what_set_a_key_is_named():
+    """Guards the name of a file that does not have the key; a long override is cut."""
+    message = refusal("seed=-1", stages={})
+    assert "override 'seed=-1': seed: " in message
+    assert "job.toml: stages: " in message
+    long = f"model={{type='preset', preset='{'x' * 80}'}}"
+    assert f"override {long[:60] + '...'!r}: model.preset: " in refusal(long)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("replicas=0", "replicas: Input should be greater than or equal to 1, or 'auto'"),
+        ("default_mode={type='a'}", "default_mode.type: Input should be one of 'exact', "),
+        ("default_quality=turbo", "'turbo' is none of lossless, balanced, fast"),
+        ("engine=3", "engine: Input should be a table"),
+        ("allowed_origins=3", "allowed_origins: Input should be a list: 'allowed_origins=[...]'"),
+    ],
+)
+def test_values_are_refused_in_one_line_without_names_of_types(override, said):
+    """Guards "Input tag 'a' found using 'type'", and a line for each member of a union."""
+    with pytest.raises(ConfigError) as caught:
+        parse_job({"kind": "serve", "checkpoint": "m"}, source="job.toml", overrides=[override])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_the_member_of_a_union_is_no_key():
     """Guards 'model.preset.x', which nobody can write, and an empty list of what is known."""
     message = refusal("model.vocab_sizee=3")
-    assert message == "job.toml: unknown key 'model.vocab_sizee'; did you mean 'vocab_size'?"
-    assert "job.toml: model.preset: " in refusal("model.preset=tinny")
+    assert message.endswith("unknown key 'model.vocab_sizee'; did you mean 'model.vocab_size'?")
+    assert "'model.preset=tinny': model.preset: " in refusal("model.preset=tinny")
     message = refusal("stages.mars.objective.ar_weight={start=1, ende=2}")
-    assert "'stages.mars.objective.ar_weight.ende'; did you mean 'end'?" in message
+    assert "did you mean 'stages.mars.objective.ar_weight.end'?" in message
     assert "LinearWeight" not in message
-    assert "job.toml: stages.mars.objective.ar_weight: " in refusal(
-        "stages.mars.objective.ar_weight=-1"
-    )
+    assert ": stages.mars.objective.ar_weight: " in refusal("stages.mars.objective.ar_weight=-1")
 
 
 def test_a_number_that_is_meant_as_text_is_to_be_quoted():
@@ -141,7 +175,7 @@ CURRICULUM = "{type='curriculum', steps=[{progress=0, size=2}, {progress=1.0, si
 )
 def test_what_would_fail_in_a_worker_is_refused_here(override):
     """Guards three restarts of the workers, or depths that are never trained."""
-    assert refusal(override).startswith(f"job.toml: {override.split('=')[0].rpartition('.')[0]}")
+    assert f": {override.split('=')[0].rpartition('.')[0]}" in refusal(override)
 
 
 def test_a_model_may_lie_below_home(monkeypatch):

@@ -1,7 +1,10 @@
 """Job files that come with the package."""
 
+from told import looks_like_a_model
+
 from mars_ray.config.base import found
-from mars_ray.config.load import load_job
+from mars_ray.config.load import load_job, parse_job
+from mars_ray.inputs import check_inputs
 
 
 def test_a_job_of_the_package_is_found_from_anywhere(tmp_path, monkeypatch):
@@ -23,3 +26,14 @@ def test_other_places_are_taken_as_they_are(tmp_path):
     assert found(tmp_path / "jobs" / "demo.toml") == tmp_path / "jobs" / "demo.toml"
     assert found("demo.toml").name == "demo.toml"
     assert not found("jobs/dmeo.toml").exists()
+
+
+def test_an_adapter_of_the_package_is_found_by_every_command(tmp_path, monkeypatch):
+    """Guards `serve MODEL --adapter adapters/smollm2`, which is a line of the documentation."""
+    looks_like_a_model(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    for kind in ("serve", "bench"):
+        table = {"kind": kind, "checkpoint": "model"}
+        check_inputs(
+            parse_job(table, source="x", overrides=["engine.draft_adapter=adapters/smollm2"])
+        )

@@ -29,7 +29,7 @@ def test_the_type_chooses_the_engine():
     ("engine", "complaint"),
     [
         ({"type": "sglang"}, "type must be 'mars' or 'vllm'"),
-        ({"type": "vllm", "max_bach": 3}, "did you mean 'max_batch'"),
+        ({"type": "vllm", "max_bach": 3}, "did you mean 'engine.max_batch'"),
         ({"type": "vllm", "attention_backend": "triton"}, "unknown key 'engine.attention_backend'"),
         ({"type": "vllm", "args": {"max_model_len": 9}}, "max_context"),
         ({"type": "vllm", "args": {"dtype": "auto"}}, "write engine.dtype"),

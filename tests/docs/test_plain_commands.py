@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,9 @@ def models(data: Checkout) -> Checkout:
     adapted = data.directory / "runs" / "demo-smollm2"
     adapter = untrained_adapter(adapted / "base", DraftAdapterConfig(rank=4), 4)
     write_draft_adapter(adapted / "adapter", adapter)
-    return data
+    own = {"models/smollm2": "runs/demo-smollm2/base"}
+    own |= {"adapters/smollm2": "runs/demo-smollm2/adapter"}
+    return replace(data, places=data.places | own)
 
 
 def test_the_environment_brings_both_programs(tmp_path: Path):

@@ -219,7 +219,9 @@ def test_jobs_that_cannot_be(talker: Path, tmp_path: Path):
     job = parse_job(table | {"prompts": dict(OWN)}, source="j", overrides=["prompts.count=7"])
     assert isinstance(job, GenerateJob)
     assert job.prompts == (OwnPrompts(count=7, max_new_tokens=24),)
-    with pytest.raises(ConfigError, match=r"unknown key 'prompts\.1\.cuont'; did you mean 'count'"):
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'prompts\.1\.cuont'; did you mean 'prompts\.1\.count'"
+    ):
         parse_job(table | {"prompts": [OWN, OWN | {"cuont": 1}]}, source="j")
     with pytest.raises(ConfigError, match="prompts: "):
         parse_job(table | {"prompts": []}, source="j")

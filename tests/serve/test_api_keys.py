@@ -287,10 +287,12 @@ def test_a_key_gets_its_places_back_when_the_answers_end(tmp_path, stream, last)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "keys: Field required"),
+        ("", "missing key 'keys'"),
         ("keys = []", "at least 1 item"),
         ("[[keys]]\nname = 'a'", "either key or sha256"),
         (f"[[keys]]\nname = 'a'\nkey = '{SECRET}'\nother = 1", "keys.0.other"),
+        (f"[[keys]]\nname = 'a'\nkee = '{SECRET}'", "'keys.0.kee'; did you mean 'keys.0.key'"),
+        ("[[keys]]\nname = 'a'\nkey = 1234567812345678", "a valid string; quote it"),
         ("[[keys]]\nname = 'a'\nkey = 'short-secret'", "at least 16 characters"),
         (f"[[keys]]\nname = 'a'\nkey = '{SECRET}'\n" * 2, "same name or value"),
         ("keys = ", "not valid TOML"),
@@ -304,6 +306,8 @@ def test_a_bad_file_is_refused_without_its_secrets(tmp_path, text, message):
         ApiKeys(str(path))
     assert SECRET not in str(caught.value)
     assert "short-secret" not in str(caught.value)
+    assert "1234567812345678" not in str(caught.value)
+    assert str(caught.value).count(str(path)) == 1, "one error, and no other that follows from it"
 
 
 def test_a_missing_file_is_refused(tmp_path):

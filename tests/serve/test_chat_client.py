@@ -171,6 +171,7 @@ def test_the_state_of_a_service_is_a_table(url):
     assert isinstance(console.file, io.StringIO)
     head, *lines = console.file.getvalue().splitlines()
     assert head.split()[:2] == ["model", "mode"]
+    assert head.split()[2:4] == ["threshold", "set-point"]
     assert [line.split()[0] for line in lines] == ["tiny", "second"]
 
 

@@ -30,6 +30,7 @@ REPLICA = ReplicaStatus(
     ngram_tokens=20,
     engine=INFO,
     step_tokens=256,
+    set_point=0.5,
     warning="too many",
 )
 
@@ -116,6 +117,7 @@ def test_replicas_add_up():
         ngram_tokens=5,
         engine=INFO,
         step_tokens=240,
+        set_point=0.3,
     )
     decided = Decided(9.0, 2, 0.5, 0.0, "2 replicas: why", 0.7, 1.5, 0.25)
     assert jsonable_encoder(model_status("m", [one, two], decided)) == {
@@ -130,6 +132,7 @@ def test_replicas_add_up():
         "ngram_share": 0.25,
         "mode": "verified",
         "threshold": 0.4,
+        "set_point": 0.3,
         "adapter": "a@1, b@2",
         "engine": {
             "engine": "mars-ray",

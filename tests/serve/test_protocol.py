@@ -1,7 +1,9 @@
 """Requests are checked field by field, and nothing accepted is ignored."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from mars_ray.serve.openai.sse import error_body
 from mars_ray.serve.openai.validation import to_request
 from mars_ray.serve.protocol import ErrorInfo, Finish, OutputDelta, TokenText, Turn
 
+ROOT = Path(__file__).parents[2]
 JOB = ServeJob(checkpoint="x", limits=Limits(new_tokens=50))
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
@@ -138,6 +141,18 @@ def test_an_unsupported_field_is_named(field):
     assert (refused.status, refused.param, refused.code) == (400, field, "unsupported_parameter")
     assert field in refused.message
     assert ("did you mean 'threshold'?" in refused.message) == (field == "treshold")
+
+
+def test_a_field_of_another_server_is_no_misspelt_one():
+    """Guards `return_prompt_text` for a client that wants its prompt cut."""
+    rows = (ROOT / "docs/reference/api.md").read_text().split("| **null only** |")[1]
+    fields = re.findall(r"`([a-z_]+)`", rows.partition("Unless the request")[0])
+    assert "truncate_prompt_tokens" in fields
+    for field in fields:
+        if not field.startswith("test_"):
+            assert "did you mean" not in refusal(**{field: 1}).message, field
+    for field in ("structured_outputs", "guided_json"):
+        assert "'response_format'" in refusal(**{field: {}}).message
 
 
 def test_within_a_message_no_field_of_the_request_is_meant():

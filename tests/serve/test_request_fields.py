@@ -181,6 +181,31 @@ def test_prompts_have_their_logprobs(client, checkpoint, stream):
     assert len(first["logprobs"]["tokens"]) == 9
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_is_scored_without_a_new_token(client, tokenizer, stream):
+    """With `echo` and `max_tokens` 0: the prompt with its log-probabilities, and nothing else, also
+    where the model would end at once."""
+    prompt = [40, 41, 42, 43]
+    whole = complete(client, prompt, echo=True, logprobs=1).json()["choices"][0]["logprobs"]
+    for bias in (None, {str(tokenizer.eos_token_id): 100}):
+        reply = complete(
+            client, prompt, echo=True, logprobs=1, max_tokens=0, stream=stream, logit_bias=bias
+        )
+        parts = [reply.json()] if not stream else streamed(reply)
+        choices = [part["choices"][0] for part in parts if part["choices"]]
+        said = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        tokens = [token for each in said for token in each["tokens"]]
+        assert tokens == whole["tokens"][:4]
+        assert "".join(choice["text"] for choice in choices) == "".join(tokens)
+        own = [logprob for each in said for logprob in each["token_logprobs"]]
+        assert own[1:] == pytest.approx(whole["token_logprobs"][1:4], abs=1e-4)
+        assert choices[-1]["finish_reason"] == "length"
+        if not stream:
+            assert parts[0]["usage"]["completion_tokens"] == 0
+    refused = error_of(complete(client, prompt, max_tokens=0), 400)
+    assert refused["param"] == "max_tokens"
+
+
 def test_cached_tokens_are_those_that_the_prefix_cache_had(client):
     """Whole pages of the prompt; the answers of one request count it once."""
     prompt = [50 + n % 200 for n in range(70)]

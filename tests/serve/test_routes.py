@@ -160,6 +160,9 @@ def test_errors_have_openai_shape(client):
     assert error_of(ask(client, mode="verified", window=5), 400)["param"] == "window"
     assert error_of(client.get("/v1/nothing"), 404)["type"] == "invalid_request_error"
     assert error_of(client.get("/v1/chat/completions"), 405)["type"] == "invalid_request_error"
+    for path in ("/chat/completions", "/v1/chat/completion"):
+        error = error_of(client.post(path, json={}), 404)
+        assert error["message"].endswith("; did you mean /v1/chat/completions?")
     raw = client.post("/v1/chat/completions", content=b"{")
     assert error_of(raw, 400)["code"] == "invalid_json"
 

@@ -263,7 +263,7 @@ def test_completions_tokens_and_readiness(client, checkpoint):
 
 def test_a_second_service_on_the_cluster_is_refused(client, job):
     """Serve would ignore the second one's port without an error."""
-    with pytest.raises(ConfigError, match="already runs"):
+    with pytest.raises(ConfigError, match="`mars-ray update`"):
         start(job.model_copy(update={"port": free_port()}))
 
 

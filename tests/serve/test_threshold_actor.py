@@ -11,6 +11,7 @@ from ray.exceptions import RaySystemError
 from ray.util import list_named_actors
 
 from mars_ray.autoscale.threshold import SetPoint
+from mars_ray.config.serve import ServeJob
 from mars_ray.serve import threshold_actor
 from mars_ray.serve.status import Decided
 from mars_ray.serve.threshold_actor import (
@@ -221,3 +222,11 @@ def test_a_swap_outlives_its_actor(ray_cluster):
 
     asyncio.run(scenario())
     end_controls({"swapped"})
+
+
+def test_the_lowest_threshold_of_those_who_name_nothing_is_known():
+    """Guards a command that seems to have lowered what it has not."""
+    for changes, floor in (({}, 1.0), ({"default_quality": "balanced"}, 0.3)):
+        job = ServeJob.model_validate({"checkpoint": "m"} | changes)
+        control = ThresholdActor(Setting.of(job, 0.0))
+        assert asyncio.run(control.floor()) == floor

@@ -9,10 +9,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AsyncExitStack, aclosing
 from contextvars import Context
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -55,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 # Where an answer is cut whose length the client leaves open, or sets beyond the limit.
 _LENGTH_HEADER = "X-New-Tokens-Limit"
+# How like a route a path must be to be meant for it.
+_ALIKE = 0.85
 # Lets streams reach the client piece by piece through caches and nginx.
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -407,7 +411,17 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """The reply to an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     # Not request.url, which contains the Host header, which may be anything.
-    message = f"{request.method} {request.scope['path']}: {error.detail}"
+    path = request.scope["path"]
+    message = f"{request.method} {path}: {error.detail}"
+    if error.status_code == 404 and (meant := _meant(path, request.app)):
+        message += f"; did you mean {meant}?"
     return JSONResponse(
         error_body(ErrorInfo(error.status_code, message)), error.status_code, error.headers
     )
+
+
+def _meant(path: str, api: FastAPI) -> str | None:
+    """The route that a path may have been meant for: one without its beginning, or much alike."""
+    routes = [route.path for route in api.routes if isinstance(route, APIRoute)]
+    longer = [route for route in routes if len(path) > 1 and route.endswith(path)]
+    return next(iter(longer or get_close_matches(path, routes, 1, _ALIKE)), None)

@@ -29,6 +29,7 @@ from typing import Self
 from pydantic import Field, ValidationError, model_validator
 
 from mars_ray.config.base import Config
+from mars_ray.config.load import explain
 from mars_ray.errors import ConfigError
 from mars_ray.serve.openai.request_models import ApiError
 from mars_ray.serve.protocol import ErrorInfo
@@ -160,12 +161,7 @@ def _read(path: str) -> tuple[ApiKey, ...]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except ValidationError as error:
-        # Without the values, which may be keys.
-        problems = error.errors(include_url=False, include_input=False, include_context=False)
-        places = ", ".join(
-            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems
-        )
-        raise ConfigError(f"{path}: {places}") from None
+        raise ConfigError(explain(error, path, _File)) from None
     names = [key.name for key in keys]
     digests = [key.digest for key in keys]
     if len(set(names)) < len(names) or len(set(digests)) < len(digests):

@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from mars_ray.config.base import plain_words
 from mars_ray.config.modes import Threshold
 from mars_ray.serve.protocol import ErrorInfo, Switches, ToolCall, Turn
 
@@ -96,6 +97,26 @@ class CompletionNoOps(Wire):
     """No-ops of completions only."""
 
     suffix: Literal[""] | None = None
+
+
+# Fields of other servers that are like some of ours, and mean something else.
+_REFUSED = (
+    "allowed_token_ids",
+    "chat_template",
+    "functions",
+    "logprob_token_ids",
+    "moderation",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "repetition_detection",
+    "return_mm_kwargs",
+    "truncate_prompt_tokens",
+    "web_search_options",
+)
+# What vLLM has for answers of a form.
+_GUIDED = ("structured_outputs", "guided_json")
 
 
 def no_ops_of(kind: type[Wire]) -> set[str]:
@@ -460,6 +481,7 @@ class CompletionBody(AnswerBody, CompletionNoOps):
     """Body of a completion request: the text is continued as it is, without a chat template."""
 
     prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # 0: only with `echo`
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_special_tokens: bool | None = None  # default true; prompts that are tokens stay as they are
@@ -535,7 +557,7 @@ def _refusal(error: ErrorDetails, kind: type[Wire]) -> ErrorInfo:
         return ErrorInfo(400, f"the body is not JSON: {error['msg']}", code="invalid_json")
     if not error["loc"]:
         return ErrorInfo(400, "the body must be a JSON object", code="invalid_json")
-    param, said = _param(error), error["msg"].removeprefix("Value error, ")
+    param, said = _param(error), plain_words(error)
     if error["loc"][0] in no_ops_of(kind):
         message = f"'{param}' is not supported by this server; leave it out ({said})"
         return ErrorInfo(400, message, param, code="unsupported_parameter")
@@ -544,7 +566,9 @@ def _refusal(error: ErrorDetails, kind: type[Wire]) -> ErrorInfo:
     if error["type"] == "extra_forbidden":
         message = f"'{param}' is not supported by this server"
         known = kind.model_fields if len(error["loc"]) == 1 else ()
-        if close := get_close_matches(param, known, 1):
+        if param in _GUIDED:
+            message += "; 'response_format' of a chat takes a JSON schema"
+        elif param not in _REFUSED and (close := get_close_matches(param, known, 1)):
             message += f"; did you mean '{close[0]}'?"
         return ErrorInfo(400, message, param, code="unsupported_parameter")
     return ErrorInfo(400, f"'{param}': {said}", param, code="invalid_value")

@@ -215,7 +215,7 @@ def usage(request: GenerationRequest, finishes: Sequence[Finish]) -> Usage:
         "tokens_per_forward": completion / forwards,
         "mode": finishes[-1].mode or request.mode.type,
         "threshold": threshold,
-        "disagreement": sum(finish.disagreed for finish in finishes) / completion,
+        "disagreement": sum(finish.disagreed for finish in finishes) / max(1, completion),
         "ngram_tokens": sum(finish.ngram_tokens for finish in finishes),
         "adapter": finishes[-1].served[-1].adapter if finishes[-1].served else None,
     }

@@ -217,6 +217,8 @@ def _max_new_tokens(body: ChatBody | CompletionBody, limits: Limits) -> int | No
     asked = {"max_tokens": body.max_tokens}
     if isinstance(body, ChatBody):
         asked["max_completion_tokens"] = body.max_completion_tokens
+    elif body.max_tokens == 0 and not body.echo:
+        refuse("max_tokens", "'max_tokens' must be at least 1, or 0 with 'echo'")
     given = {param: tokens for param, tokens in asked.items() if tokens is not None}
     if len(set(given.values())) > 1:
         refuse("max_completion_tokens", "'max_tokens' and 'max_completion_tokens' differ")

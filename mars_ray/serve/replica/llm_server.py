@@ -354,7 +354,9 @@ class LLMServer:
         # At least one, so that the engine refuses a prompt without room, or with too little for the
         # least length.
         least = max(1, sampling.min_new_tokens)
-        most = request.max_new_tokens or request.new_tokens_limit
+        most = request.max_new_tokens
+        if most is None:
+            most = request.new_tokens_limit
         # Within the range that a seed may have.
         seeds = [
             (sampling.seed + copy + _SEEDS // 2) % _SEEDS - _SEEDS // 2 for copy in range(request.n)
@@ -365,7 +367,7 @@ class LLMServer:
                 prompt=prompt,
                 mode=mode,
                 sampling=sampling.model_copy(update={"seed": seed}),
-                max_new_tokens=min(max(least, self._facts.max_context - len(prompt)), most),
+                max_new_tokens=min(max(least, self._facts.max_context - len(prompt)), max(1, most)),
                 stop_ids=own_stops.union(request.stop_token_ids),
                 priority=request.priority,
                 logprobs=request.logprobs,

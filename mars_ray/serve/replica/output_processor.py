@@ -224,6 +224,8 @@ class OutputProcessor:
         # or if they belong to different adapters, which have separate counts.
         is_apart = self._request.stop or len({step.adapter for step in steps}) > 1
         units = steps if is_apart else [as_one(steps)]
+        if self._request.max_new_tokens == 0:
+            units = list(map(_without_tokens, units))
         text, tokens, before = "", 0, self.stats.completion_tokens
         logprobs: tuple[TokenText, ...] = ()
         reason: FinishReason | None = None
@@ -368,3 +370,11 @@ class OutputProcessor:
             self._token_text(token, entry.logprob),
             top=tuple(self._token_text(other, logprob) for other, logprob in entry.top),
         )
+
+
+def _without_tokens(event: TokenEvent) -> TokenEvent:
+    """The event of an answer that is only its prompt; an engine writes at least one token."""
+    completion = event.completion
+    if completion and completion.finish_reason == "stop":
+        completion = replace(completion, finish_reason="length")
+    return replace(event, tokens=(), logprobs=(), confidences=(), completion=completion)

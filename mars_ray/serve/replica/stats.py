@@ -113,6 +113,7 @@ class Live:
             ngram_tokens=sums["ngram_tokens"],
             engine=seen.info,
             step_tokens=seen.step_tokens,
+            set_point=seen.set_point,
         )
 
     def _forget(self, now: float) -> None:
