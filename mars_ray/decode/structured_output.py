@@ -168,81 +168,13 @@ class SchemaFault:
 
     place: Place
     reason: str
-    is_wrong: bool = False  # whether it is none by any draft
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_size(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value == int(value)
-
-
-def _is_type(value: Any) -> bool:
-    return all(name in _TYPES for name in (value if isinstance(value, list) else [value]))
-
-
-# "any" is a type of old drafts; so is a `required` that is true or false, of the property itself.
-_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null", "any")
-_SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# What the values of keywords are, by some draft, and how that is said.
-_VALUES: dict[str | int, tuple[Callable[[Any], bool], str]] = {
-    "type": (_is_type, f"must be one of {', '.join(_TYPES[:-1])}, or a list of them"),
-    "required": (
-        lambda value: (
-            isinstance(value, bool)
-            or (isinstance(value, list) and all(isinstance(each, str) for each in value))
-        ),
-        "must be a list of names",
-    ),
-    "enum": (lambda value: isinstance(value, list), "must be a list"),
-    **dict.fromkeys(_SIZES, (_is_size, "must be a whole number, at least 0")),
-    **dict.fromkeys(("minimum", "maximum", "multipleOf"), (_is_number, "must be a number")),
-    **dict.fromkeys(
-        ("exclusiveMinimum", "exclusiveMaximum"),
-        (lambda value: isinstance(value, int | float), "must be a number"),
-    ),
-    **dict.fromkeys(
-        ("pattern", "format", "$ref"), (lambda value: isinstance(value, str), "must be a text")
-    ),
-    **dict.fromkeys(_NAMED, (lambda value: isinstance(value, dict), "must be an object")),
-    **dict.fromkeys(
-        ("allOf", "anyOf", "oneOf", "prefixItems"),
-        (lambda value: isinstance(value, list), "must be a list of schemas"),
-    ),
-    **dict.fromkeys(
-        ("items", "additionalItems", "additionalProperties", "not"),
-        (lambda value: isinstance(value, dict | bool | list), "must be a schema"),
-    ),
-}
-
-
-def _wrong(schema: dict[str, Any]) -> SchemaFault | None:
-    """The first keyword whose value no draft of JSON Schema knows."""
-    for place, value in _keywords(schema).items():
-        keyword = place[-1]
-        is_right, said = _VALUES.get(keyword, (None, ""))
-        if is_right and not is_right(value):
-            return SchemaFault(place, said, is_wrong=True)
-        parts: Iterable[tuple[Any, Any]] = ()
-        if keyword in _NAMED:
-            parts = value.items()
-        elif keyword in _PARTS and isinstance(value, list):
-            parts = enumerate(value)
-        for name, part in parts:
-            if not isinstance(part, dict | bool):
-                return SchemaFault((*place, name), "must be a schema", is_wrong=True)
-    return None
 
 
 @lru_cache(maxsize=256)
 def followed(schema: str, *, is_strict: bool) -> str | SchemaFault:
     """A JSON schema, and so the answer, with llguidance's options: all of it or a fault if it is
-    strict, else what can be followed. One that is wrong is a fault in any case."""
+    strict, else what can be followed."""
     kept = _visited(json.loads(schema), _plain)
-    if wrong := _wrong(kept):
-        return wrong
     kept = _visited(kept, _looked_up) if is_strict else kept
     options: dict[str, Any] = kept.pop("x-guidance", None) or {"whitespace_pattern": _GAP}
     # Lenient, it passes over formats and keywords that it does not know.

@@ -440,8 +440,6 @@ def _json(schema: Mapping[str, Any], place: str, *, is_strict: bool) -> str:
     if isinstance(text, SchemaFault):
         field = ".".join(map(str, (place, *text.place)))
         message = f"'{field}' cannot be followed: {text.reason}; leave it out, or 'strict'"
-        if text.is_wrong:
-            message = f"'{field}' {text.reason}"
         raise RequestError(message, field=field)
     return f"%json {text}"
 
