@@ -21,8 +21,8 @@ from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import ConfigError
 
 _OWN = "local"
-# In the key-value store of a cluster that a command has started for itself.
-_OWN_KEY, _OWN_NAMESPACE = b"ends with its command", b"mars_ray"
+# A label of the node that a command has started for itself.
+_OWN_LABEL = "mars-ray/ends-with-its-command"
 _ROUNDING = 1e-9  # of CPUs that are taken away in tenths
 _RAYS_TOKENS = "ray._private.authentication.authentication_token_setup"
 
@@ -70,7 +70,6 @@ class Connection:
             )
         import ray
         from ray._private.services import find_gcs_addresses
-        from ray.experimental.internal_kv import _internal_kv_put
 
         if self._address == "auto" and len(found := find_gcs_addresses()) > 1:
             raise ConfigError(
@@ -80,11 +79,12 @@ class Connection:
         try:
             with _uninterrupted():
                 ray.init(
-                    address=self._address, include_dashboard=None, log_to_driver=self._log_to_driver
+                    address=self._address,
+                    include_dashboard=None,
+                    log_to_driver=self._log_to_driver,
+                    labels={_OWN_LABEL: "true"} if self._address == _OWN else None,
                 )
                 self._is_open = True
-                if self._address == _OWN:
-                    _internal_kv_put(_OWN_KEY, b"", namespace=_OWN_NAMESPACE)
         # ValueError: RAY_ADDRESS is not an address.
         except (ConnectionError, ValueError) as error:
             raise ConfigError(
@@ -95,9 +95,9 @@ class Connection:
 
     def check_lasting(self) -> None:
         """Raises ConfigError if the cluster is another command's own, and ends with it."""
-        from ray.experimental.internal_kv import _internal_kv_exists
+        import ray
 
-        if _internal_kv_exists(_OWN_KEY, namespace=_OWN_NAMESPACE):
+        if any(_OWN_LABEL in node["Labels"] for node in ray.nodes()):
             raise ConfigError(
                 "the Ray cluster that runs on this machine is another command's own and ends with "
                 "it: start one that stays, by `mars-ray cluster up` or `ray start --head`, and "

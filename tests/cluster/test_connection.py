@@ -104,7 +104,6 @@ def test_ctrl_c_while_ray_connects_waits_for_the_connection(monkeypatch):
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr("ray.experimental.internal_kv._internal_kv_put", lambda *_, **__: None)
     connection = Connection()
     with pytest.raises(KeyboardInterrupt):
         connection.open()
