@@ -464,7 +464,6 @@ def advise(
         check_writable(page, "--page")
     advice = advised(job, _console(), token, workers)
     if page:
-        page.parent.mkdir(parents=True, exist_ok=True)
         write_whole(page, report(advice))
     print_advice(advice, _console())
     _print_result(summary(advice, page))
@@ -519,7 +518,6 @@ def bench(
     # First, so that it is somewhere if the disk is full.
     _print_result(result)
     if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n")
 
 

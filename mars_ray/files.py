@@ -114,9 +114,8 @@ def remedy(error: Exception) -> str:
 
 def check_writable(path: Path, setting: str) -> None:
     """Raises ConfigError, naming the setting, if the file cannot be written; call it before long
-    work. Leaves nothing behind."""
+    work. Creates its directory."""
     is_new = not path.exists()
-    made = [parent for parent in path.parents if not parent.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
@@ -126,10 +125,6 @@ def check_writable(path: Path, setting: str) -> None:
         ) from error
     if is_new:
         path.unlink()
-    # Another process may have put something there.
-    with suppress(OSError):
-        for parent in made:
-            parent.rmdir()
 
 
 @contextmanager

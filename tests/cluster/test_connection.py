@@ -105,11 +105,16 @@ def test_ctrl_c_while_ray_connects_waits_for_the_connection(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", init)
     connection = Connection()
-    with pytest.raises(KeyboardInterrupt):
-        connection.open()
+    # A shell has its background commands ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            connection.open()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert done == ["connected"]
     assert connection._is_open
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_of_several_clusters_one_must_be_named(monkeypatch):

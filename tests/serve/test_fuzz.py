@@ -60,7 +60,7 @@ RESULT = os.environ.get("FUZZ_RESULT")
         (CompletionBody, TEXT | {"prompt": [True]}),
         (CompletionBody, TEXT | {"prompt": [-1]}),
         (CompletionBody, TEXT | {"stop_token_ids": [-1]}),
-        (CompletionBody, TEXT | {"max_tokens": 0}),
+        (CompletionBody, TEXT | {"max_tokens": -1}),
         (DetokenizeBody, {"tokens": ["1"]}),
         (DetokenizeBody, {"tokens": ""}),
     ],
