@@ -20,8 +20,9 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, Mode, VerifiedMode
 from mars_ray.core.layout import TokenBatch, compact_layout, dense_mask
-from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.chat import encode_prompt
 from mars_ray.data.corpus import problems
+from mars_ray.data.sources import Message
 from mars_ray.decode.engine import generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request

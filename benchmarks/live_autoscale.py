@@ -40,7 +40,8 @@ from mars_ray.config.load import parse_job
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.config.vllm import VllmConfig
-from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.chat import encode_prompt
+from mars_ray.data.sources import Message
 from mars_ray.evaluate.tasks import gsm8k_problems
 from mars_ray.model.load import load_tokenizer
 from mars_ray.provenance import provenance

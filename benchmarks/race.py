@@ -20,7 +20,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
-from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.chat import encode_prompt
+from mars_ray.data.sources import Message
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request

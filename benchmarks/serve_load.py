@@ -34,8 +34,9 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.inputs import PresetName
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.chat import encode_prompt
 from mars_ray.data.corpus import problems
+from mars_ray.data.sources import Message
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.loading import load_engine

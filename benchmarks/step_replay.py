@@ -35,7 +35,8 @@ from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.core.step_cost import StepCost
-from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.chat import encode_prompt
+from mars_ray.data.sources import Message
 from mars_ray.decode.drafts import DraftControl
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine

@@ -24,7 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mars_ray.config.base import MODEL_CACHE
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ExactMode
-from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.chat import encode_prompt
+from mars_ray.data.sources import Message
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Request
 from mars_ray.errors import ModelError

@@ -18,7 +18,6 @@ from mars_ray.core.step_cost import CONTEXT, StepCost
 from mars_ray.core.thresholds import Budget, Thresholds
 from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.backend import backend_of, runner_of
-from mars_ray.decode.cpu.backend import CompiledBackend
 from mars_ray.decode.drafts import DraftControl
 from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.kv_cache import PagedCache, PagePool, moved_places, page_count, sized
@@ -133,14 +132,13 @@ class Engine:
     def info(self) -> EngineInfo:
         """The engine's dtype, device, attention backend and cache."""
         device, backend = self.model.device, self._backend
-        is_compiled = isinstance(backend, CompiledBackend)
         return EngineInfo(
             engine="mars-ray",
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             attention=backend.name,
             instructions=backend.instructions,
-            threads=backend.threads if is_compiled else torch.get_num_threads(),
+            threads=backend.threads,
             cache_bytes=backend.cache.bytes,
             cache_tokens=self.pool.count * self.config.page_size,
         )

@@ -32,8 +32,8 @@ from mars_ray.config.evaluate import BenchJob, EvaluateJob, PromptsTask
 from mars_ray.config.modes import ExactMode, Mode
 from mars_ray.core.frontier import mode_label
 from mars_ray.core.statistics import ratio_fault
-from mars_ray.data.chat import Message
 from mars_ray.data.corpus import problems
+from mars_ray.data.sources import Message
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import drafting_card, load_engine, with_room
 from mars_ray.decode.request import Completion, Request, window_of

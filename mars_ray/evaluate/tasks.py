@@ -25,9 +25,9 @@ from mars_ray.config.evaluate import (
     Task,
 )
 from mars_ray.config.inputs import FilesSource
-from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.chat import encode_prompt
 from mars_ray.data.corpus import problems
-from mars_ray.data.sources import BadRows, read_prompts
+from mars_ray.data.sources import BadRows, Message, read_prompts
 from mars_ray.errors import ConfigError, DataError
 
 # Takes the text of an answer, and its reference. Raises DataError.

@@ -20,7 +20,8 @@ from typing import Any
 
 from mars_ray.config.generate import GenerateJob
 from mars_ray.core.statistics import is_looping
-from mars_ray.data.chat import ChatEncoder, Message
+from mars_ray.data.chat import ChatEncoder
+from mars_ray.data.sources import Message
 from mars_ray.errors import DataError
 from mars_ray.files import append, changed_keys, read_journal, replaced
 from mars_ray.generate.prompts import Choice, Prompt, SourcePrompts, Try

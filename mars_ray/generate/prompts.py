@@ -15,8 +15,8 @@ import numpy as np
 from mars_ray.config.decode import Sampling
 from mars_ray.config.generate import GenerateJob, OwnPrompts
 from mars_ray.data import files
-from mars_ray.data.chat import ChatEncoder, Message, UserTurn, beginning_key, text_key, texts_of
-from mars_ray.data.sources import BROKEN, BadRows, Record, read_prompts
+from mars_ray.data.chat import ChatEncoder, UserTurn, beginning_key, text_key, texts_of
+from mars_ray.data.sources import BROKEN, BadRows, Message, Record, read_prompts
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
 

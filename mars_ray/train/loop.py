@@ -175,9 +175,9 @@ class TrainLoop:
         if done == 1:
             self._first_step_s = elapsed_s
         tens, rest = divmod(done, _TIMED_STEPS)
-        is_early = 0 < self._begun < _TIMED_STEPS and done < _TIMED_STEPS
-        is_early &= self._step == self._total_steps
-        if (rest or tens & (tens - 1)) and not is_early:
+        is_resumed_early = 0 < self._begun < _TIMED_STEPS and done < _TIMED_STEPS
+        is_end = is_resumed_early and self._step == self._total_steps
+        if (rest or tens & (tens - 1)) and not is_end:
             return
         config = self._parts.plan.config
         assert config.minutes is not None

@@ -2,7 +2,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from mars_ray.data.chat import Encoded, Message, encoder_of
+from mars_ray.data.chat import Encoded, encoder_of
+from mars_ray.data.sources import Message
 
 
 def encode(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> Encoded:

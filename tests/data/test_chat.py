@@ -10,7 +10,8 @@ from model.toys import llama_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mars_ray.data.chat import Call, Message, encode_prompt, encoder_of
+from mars_ray.data.chat import encode_prompt, encoder_of
+from mars_ray.data.sources import Call, Message
 from mars_ray.errors import DataError, ModelError
 from mars_ray.model.load import load_tokenizer
 

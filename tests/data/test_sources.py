@@ -5,8 +5,7 @@ from pydantic import ValidationError
 
 from mars_ray.config.inputs import CorpusSource, FilesSource
 from mars_ray.data import sources
-from mars_ray.data.chat import Message
-from mars_ray.data.sources import BadRows, read, read_prompts
+from mars_ray.data.sources import BadRows, Message, read, read_prompts
 from mars_ray.errors import DataError
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

@@ -5,7 +5,8 @@ import copy
 import pytest
 from model.toys import LLAMA_TEMPLATE, llama_tokenizer
 
-from mars_ray.data.chat import Message, beginning_key, encode_prompt, encoder_of, text_key
+from mars_ray.data.chat import beginning_key, encode_prompt, encoder_of, text_key
+from mars_ray.data.sources import Message
 from mars_ray.errors import DataError, ModelError
 from mars_ray.model.create import CHAT_TEMPLATE
 

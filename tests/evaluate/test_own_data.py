@@ -15,7 +15,8 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import EvaluateJob, FilesTask, RegexMatch
 from mars_ray.config.modes import ConfidenceMode, VerifiedMode
 from mars_ray.core.frontier import read_frontier
-from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.chat import encode_prompt
+from mars_ray.data.sources import Message
 from mars_ray.errors import ConfigError, DataError
 from mars_ray.evaluate import run
 from mars_ray.evaluate.run import print_table, run_evaluation, summary

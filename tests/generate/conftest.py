@@ -9,7 +9,7 @@ from train.small_jobs import make_model
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.inputs import PretrainedModel
-from mars_ray.data.chat import Message
+from mars_ray.data.sources import Message
 from mars_ray.model.create import create_model
 from mars_ray.model.directory import PLAIN
 from mars_ray.model.load import load_model, load_tokenizer, save_model

@@ -35,6 +35,7 @@ class DenseBackend:
     def __init__(self, runner: FusedModel, cache: PagedCache) -> None:
         self.runner, self.cache = runner, cache
         self.device, self.dtype = runner.device, runner.dtype
+        self.threads = torch.get_num_threads()
         self._hidden_NZ = torch.empty(0)
 
     @property

@@ -156,8 +156,8 @@ struct Matrix {
 };
 
 // Asks for both lines of an input's weights, or of a pair's, also where a block reads one of them: the
-// next block reads the other. Many rows take so long for a line that the processor's own foresight ends;
-// few would wait for lines that come no further than the outer cache.
+// next block reads the other. Many rows take so long for a line that the processor's own foresight ends,
+// so they ask for lines far ahead, into the outer cache; from there they would come too late for few.
 template <int M, class W>
 static inline void ask_ahead(const W* w) {
     if (M < 6) {

@@ -99,22 +99,8 @@ class CompletionNoOps(Wire):
     suffix: Literal[""] | None = None
 
 
-# Fields of other servers that are like some of ours, and mean something else.
-_REFUSED = (
-    "allowed_token_ids",
-    "chat_template",
-    "functions",
-    "logprob_token_ids",
-    "moderation",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "prompt_embeds",
-    "prompt_logprobs",
-    "repetition_detection",
-    "return_mm_kwargs",
-    "truncate_prompt_tokens",
-    "web_search_options",
-)
+# How like a field must be to be meant: some of other servers' are a little like ours.
+_ALIKE = 0.8
 # What vLLM has for answers of a form.
 _GUIDED = ("structured_outputs", "guided_json")
 
@@ -568,7 +554,7 @@ def _refusal(error: ErrorDetails, kind: type[Wire]) -> ErrorInfo:
         known = kind.model_fields if len(error["loc"]) == 1 else ()
         if param in _GUIDED:
             message += "; 'response_format' of a chat takes a JSON schema"
-        elif param not in _REFUSED and (close := get_close_matches(param, known, 1)):
+        elif close := get_close_matches(param, known, 1, _ALIKE):
             message += f"; did you mean '{close[0]}'?"
         return ErrorInfo(400, message, param, code="unsupported_parameter")
     return ErrorInfo(400, f"'{param}': {said}", param, code="invalid_value")

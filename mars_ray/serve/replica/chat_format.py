@@ -19,9 +19,9 @@ from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.serve import ReasoningParser, ToolParser
-from mars_ray.data.chat import Call as ChatCall
 from mars_ray.data.chat import ChatEncoder, encoder_of
-from mars_ray.data.chat import Message as ChatTurn
+from mars_ray.data.sources import Call as ChatCall
+from mars_ray.data.sources import Message as ChatTurn
 from mars_ray.decode.structured_output import Grammars, SchemaFault, followed
 from mars_ray.errors import DataError, ModelError, RequestError
 from mars_ray.serve.protocol import GenerationRequest, Prompt, Switches, Tools, Turn
